@@ -1,4 +1,4 @@
-"""The error that qualms raises for anything a user can put right, and the warnings it gives."""
+"""The error that qualms raises for anything a user can fix, and the warnings it issues."""
 
 import warnings
 from collections.abc import Callable, Iterator

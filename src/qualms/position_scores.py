@@ -1,4 +1,4 @@
-"""Scores at the positions of a model's answers, one input at a time."""
+"""Scores at the positions of a model's predictions, one input at a time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ from qualms.result import Scored, require_names
 
 @dataclass(frozen=True)
 class PositionScorer:
-    """Scores the answers of a model at many positions.
+    """Scores a model's predictions at many positions.
 
     Attributes:
         model_context: the model.

@@ -1,4 +1,4 @@
-"""How the answers of a model at many positions are read: every token of a text, every pixel."""
+"""How a model's predictions at many positions are read: every token of a text, every pixel."""
 
 import math
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def next_tokens(ids: Int[Tensor, "b t"], mask: Tensor | None = None) -> Int[Tens
 
 @dataclass(frozen=True)
 class Positions:
-    """How a model's answers are read, and which of them are wanted.
+    """How a model's predictions are read, and which of them are used.
 
     Attributes:
         class_dim: the axis of the classes in the model's logits.
@@ -115,7 +115,7 @@ class Positions:
 
 @dataclass(frozen=True)
 class PositionTargets:
-    """What comes beside the inputs, with one entry for each input.
+    """The arguments that accompany the inputs, with one entry per input.
 
     Attributes:
         mask: which positions count.

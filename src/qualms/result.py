@@ -173,7 +173,7 @@ class Scored:
 
     @property
     def _kind(self) -> tuple[object, ...]:
-        """What the parts of one whole have in common."""
+        """What all parts of one result have in common."""
         kind = (
             tuple(self.scores),
             self.probs.shape[-1],

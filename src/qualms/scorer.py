@@ -191,7 +191,7 @@ class Scorer:
         targets: Any = None,
         spans: Spans | None = None,
     ) -> Iterator[Scored]:
-        """Score one batch after the other, so that a long run can keep what it has.
+        """Score one batch after the other, so that a long run can save partial results.
 
         Args:
             batches: as `x` of a call.
@@ -336,7 +336,7 @@ class Scorer:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and other processes, which find out anew what holds tensors of a graph."""
+        """State for copies and other processes, without caches that hold tensors of a graph."""
         return {**vars(self), "_cache": PlanCache(), "_method_cache": {}, "_model_state": None}
 
     def _first_method(self) -> Method:

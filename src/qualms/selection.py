@@ -112,7 +112,7 @@ def select(
 
 
 def _require_pool(pool: Any, k: int) -> None:
-    """Raise an error if k is no count, or the pool's order changes from one pass to the next."""
+    """Raise an error if k is invalid, or the pool's order changes between passes."""
     if not isinstance(k, int) or k < 1:
         raise QualmsError(f"k={k!r} is invalid; pass the number of inputs to select, 1 or more.")
     if isinstance(pool, DataLoader):

@@ -1,6 +1,4 @@
-"""Selective prediction: accept the inputs that the model knows, and defer the others to a person or
-to a better model.
-"""
+"""Selective prediction: accept the inputs that the model knows, and defer the others."""
 
 import hashlib
 import json
@@ -322,7 +320,7 @@ def _certified_limit(
 
 
 def _ranks_to_try(n: int, risk: float, confidence: float) -> list[int]:
-    """The ranks of as many coverages as n inputs can decide about; labels play no part in it."""
+    """The ranks of as many coverages as n inputs can decide on; labels are not used."""
     ranks = [math.floor(share * n + _ROUNDING) for share in COVERAGES]
     enough = 0
     for tried, rank in enumerate(ranks, 1):
@@ -334,7 +332,7 @@ def _ranks_to_try(n: int, risk: float, confidence: float) -> list[int]:
 def _explain_missing_labels(
     candidates: list[_Candidate], n: int, risk: float, chance: float
 ) -> str:
-    """Why no candidate keeps the promise, and how many labels it would take about.
+    """Why no candidate keeps the promise, and about how many labels it would take.
 
     Args:
         candidates: all of those that were tried.

@@ -46,7 +46,7 @@ _CIFAR100 = _Layout(
 
 
 def read_cifar10(root: Path, split: str) -> Images:
-    """CIFAR-10, ten kinds of things; the training images are in five files.
+    """CIFAR-10, ten classes; the training images are in five files.
 
     Args:
         root: the folder that holds `cifar-10-batches-py`.
@@ -59,7 +59,7 @@ def read_cifar10(root: Path, split: str) -> Images:
 
 
 def read_cifar100(root: Path, split: str) -> Images:
-    """CIFAR-100, a hundred kinds of things, with the fine labels.
+    """CIFAR-100, a hundred classes, with the fine labels.
 
     Args:
         root: the folder that holds `cifar-100-python`.

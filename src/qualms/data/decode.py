@@ -1,4 +1,4 @@
-"""The bytes of one image file to pixels in color, and what was changed on the way."""
+"""Decode one image file to pixels in color, and record what was changed."""
 
 import re
 import warnings

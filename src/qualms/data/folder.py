@@ -68,7 +68,7 @@ class _Entries:
 
 
 def read_lsun(root: Path, split: str) -> Images:
-    """LSUN, rooms and buildings: images that a network for CIFAR does not know.
+    """LSUN, rooms and buildings: images unlike those of CIFAR.
 
     Args:
         root: the folder of datasets; the images are in one of `LSUN_FOLDERS`.
@@ -253,7 +253,7 @@ def _read_content(file: Path) -> bytes:
 
 
 def _skipped_note(files: list[Path]) -> list[str]:
-    """A sentence about the files that are no images."""
+    """A sentence about the files that are not images."""
     if not files:
         return []
     names = ", ".join(file.name for file in files[:3])

@@ -192,5 +192,5 @@ def _area(size: tuple[int, int]) -> int:
 
 
 def _by(size: tuple[int, ...]) -> str:
-    """Width by height, the order in which people name them."""
+    """Width by height, the usual order."""
     return " x ".join(map(str, reversed(size)))

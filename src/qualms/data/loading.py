@@ -124,14 +124,14 @@ def dataset_name(name: str | Path, root: str | Path | None = None) -> str | None
 
 
 def root_of(root: str | Path | None) -> Path:
-    """The folder of datasets: the one given, else that of the environment, else `data`."""
+    """The folder of datasets: the argument, else the environment's, else `data`."""
     if root is None:
         root = os.environ.get("QUALMS_DATA", "data")
     return Path(root)
 
 
 def place_of(name: str, root: Path) -> Path | None:
-    """What exists by a path in the working directory, or else in the folder of datasets.
+    """A path that exists in the working directory, or else in the folder of datasets.
 
     Args:
         name: the path; an absolute one stays itself.

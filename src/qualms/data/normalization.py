@@ -1,4 +1,4 @@
-"""From bytes to what a network was trained on."""
+"""From bytes to the numbers that a network was trained on."""
 
 from dataclasses import dataclass
 

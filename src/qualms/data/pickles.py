@@ -29,7 +29,7 @@ class _Refused(Exception):
 
 
 def read_pickle(path: Path) -> Any:
-    """What a pickle holds.
+    """The contents of a pickle.
 
     Args:
         path: of a pickle by Python 3, or by Python 2 in binary.
@@ -149,7 +149,7 @@ def _is_length(value: Any) -> bool:
 
 
 def _decode(value: Any) -> str:
-    """Text, which Python 2 wrote as bytes."""
+    """Decode text that Python 2 wrote as bytes."""
     if not isinstance(value, str | bytes):
         raise _Refused(f"it describes an array by a {type(value).__name__} instead of text")
     if isinstance(value, bytes):
@@ -169,7 +169,7 @@ def _require_number(code: str) -> str:
 
 
 class _Named:
-    """Only ever compared with; calling it is an error."""
+    """Used only for comparison; calling it is an error."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Many image files to one array.
+"""Read many image files into one array.
 
 Images are transformed as they are read, so that never more than one is there in full size.
 """

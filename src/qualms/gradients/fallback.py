@@ -1,4 +1,4 @@
-"""A failure that is expected is a value: `Fallback`. The one place that catches is `attempt`.
+"""An expected failure is a value: `Fallback`. The one place that catches is `attempt`.
 
 Code of the user's model runs while an engine plans and runs, and may raise anything. `attempt`
 catches that, logs it and returns a `Fallback` with the reason. An error from this package's
@@ -42,7 +42,7 @@ _OF_FUNCTION_MODE = ["__torch_function__", "call", "run_function"]
 
 @dataclass(frozen=True)
 class Fallback:
-    """An engine, or a fast path of one, cannot serve a request.
+    """An engine, or a fast path of one, cannot handle a request.
 
     Attributes:
         reason: one clause; a `SlowWarning` shows it to the user.
@@ -54,7 +54,7 @@ class Fallback:
 
 
 class InternalError(RuntimeError):
-    """The package itself has a defect; the error that shows it is the cause."""
+    """A bug in this package; the error that shows it is the cause."""
 
 
 def attempt(step: str, run: Callable[[], T]) -> T | Fallback:

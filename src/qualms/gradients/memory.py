@@ -76,7 +76,7 @@ def require_room(
 
 
 def in_mebibytes(number: int) -> str:
-    """Bytes for people to read."""
+    """Format a number of bytes for people."""
     return f"{number / 2**20:,.1f} MiB"
 
 
@@ -222,7 +222,7 @@ class PassMemory:
         settings: Settings,
         cache: PlanCache,
     ) -> int:
-        """How many rows fit the budget, measured on the first one.
+        """The number of rows that fit the budget, measured on the first one.
 
         It is not measured where nothing is to be decided: no `budget` that must be kept, and a
         single row, or numbers so few that results thousands of times their size would fit.

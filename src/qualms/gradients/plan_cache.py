@@ -1,4 +1,4 @@
-"""What the engines have found out about a model, kept from its first batch for all that follow."""
+"""What the engines learn about a model from its first batch, kept for later batches."""
 
 import warnings
 from collections.abc import Callable, Hashable
@@ -44,7 +44,7 @@ class PlanCache:
         return found if isinstance(found, kind) else None
 
     def keep(self, key: Key, finding: object) -> None:
-        """Keep a finding, and drop the one of its kind that was not asked for longest."""
+        """Keep a finding, and drop the least recently used one of its kind."""
         self.found.pop(key, None)
         of_kind = [other for other in self.found if other[0] == key[0]]
         for oldest in of_kind[: max(0, len(of_kind) + 1 - MAX_PER_KIND)]:
@@ -52,7 +52,7 @@ class PlanCache:
         self.found[key] = finding
 
     def forget(self, key: Key) -> None:
-        """Drop a finding that does not hold any more."""
+        """Drop a finding that no longer holds."""
         self.found.pop(key, None)
 
     def once(self, key: Key, find: Callable[[], T]) -> T:
@@ -74,7 +74,7 @@ class PlanCache:
         )
 
     def warn_of_probabilities(self, logits: Tensor) -> None:
-        """Warn once if what is taken for logits looks like probabilities."""
+        """Warn once if what is treated as logits looks like probabilities."""
         if PROBABILITIES not in self.warned and look_like_probabilities(logits):
             self._warn_once(PROBABILITIES, PROBABILITIES, ProbabilitiesWarning)
 

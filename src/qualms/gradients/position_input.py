@@ -139,7 +139,7 @@ def live_positions(
 
 
 def _answering_side(batch: dict[str, Tensor]) -> str:
-    """How the arguments begin whose positions the model answers at."""
+    """The prefix of the arguments at whose positions the model predicts."""
     has_decoder = any(name.startswith(DECODER) for name in batch)
     return DECODER if has_decoder else ""
 
@@ -243,7 +243,7 @@ def classes_last(output: Any, class_dim: int) -> Float[Tensor, "b *positions c"]
 
 
 def inner_params(model: nn.Module, params: Params) -> Params:
-    """Which parameters count where the model is read at positions: those that count in itself."""
+    """Which parameters count where the model is read at positions: those of the model itself."""
     if params is None:
         return None
     chosen = selected_parameters(model, params)

@@ -1,4 +1,4 @@
-"""One sample by plain autograd: what every engine must agree with before its results are used."""
+"""One sample by plain autograd, which every engine must match before its results are used."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

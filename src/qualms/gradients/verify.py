@@ -1,4 +1,4 @@
-"""Every check that a traced batch must pass before its gradients are believed.
+"""Every check that a traced batch must pass before its gradients are used.
 
 - The first sample's gradient is also computed by plain autograd (`plan.py`).
 - No parameter may reach the logits around its stand-in: the graph itself is searched for it

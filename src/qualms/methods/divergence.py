@@ -78,7 +78,7 @@ def mutual_information(
 def _information_of_classes(
     log_q: Float[Tensor, "b n c"],
 ) -> Float[Tensor, " b"]:
-    """What a block of classes adds to the mutual information."""
+    """The contribution of a block of classes to the mutual information."""
     most = log_q.amax(1, keepdim=True)
     # Exact where all draws agree.
     mean = most + (log_q - most).expm1().mean(1, keepdim=True).log1p()

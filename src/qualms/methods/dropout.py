@@ -248,7 +248,7 @@ class _Replay:
             self.results = None
 
     def end_prefix(self) -> None:
-        """From here on, operations differ from run to run."""
+        """Mark that operations differ between runs from here on."""
         if self._mode is not None and self._mode.is_prefix:
             self._mode.is_prefix = False
             if self.results is None:
@@ -256,7 +256,7 @@ class _Replay:
 
 
 def _versions(results: list[Any]) -> list[int]:
-    """Of all tensors; an operation that changes one in place counts its version up."""
+    """The versions of all tensors; an in-place operation increments its tensor's version."""
     return [t._version for t in tensors_in(results)]
 
 

@@ -1,4 +1,4 @@
-"""Scores of the feature maps inside of a convolutional network: the last one changed, and gradients
+"""Scores of the feature maps in a convolutional network: the last one changed, and gradients
 with respect to all of them.
 """
 

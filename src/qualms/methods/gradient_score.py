@@ -150,7 +150,7 @@ class GradientScore(Method):
         return table.layers, torch.einsum("bc,bcl->bl", weights, norms**self.power)
 
     def note(self, context: BatchContext) -> str | None:
-        """Say if scores are estimated from some of the classes, and how well."""
+        """Whether scores are estimated from some of the classes, and with what error."""
         if not self.samples_classes(context):
             return None
         tolerance = context.model_context.settings.tolerance or 0.0

@@ -163,7 +163,7 @@ def isotropic(norms: Float[Tensor, "b c"], probs: Float[Tensor, "b c"]) -> Float
 
 @dataclass(frozen=True)
 class Isotropic(GradientScore):
-    """How far probabilities move with the weights: Σ_c ‖∇θ p_c‖² = Σ_c p_c² ‖∇θ log p_c‖².
+    """How much probabilities change with the weights: Σ_c ‖∇θ p_c‖² = Σ_c p_c² ‖∇θ log p_c‖².
 
     It is the total variance of the prediction, divided by σ², if the weights vary by N(0, σ²I) with
     a small σ.

@@ -265,8 +265,8 @@ class HeatGeometric(Heat):
 
 
 def feature_growth(noise: BatchContext) -> float:
-    """By what factor features of noise inputs grow if the noise does by `LOUDER`: the median over
-    the inputs.
+    """The factor by which features of noise inputs grow if the noise grows by `LOUDER`: the
+    median over the inputs.
 
     1 if most inputs have no features before or after; infinite if the louder noise overflows the
     model's numbers.

@@ -101,7 +101,7 @@ class _BoundedReader(io.BufferedReader):
         self.length = path.stat().st_size
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """As many bytes as there are, at most."""
+        """Read at most as many bytes as there are."""
         rest = max(0, self.length - self.tell())
         if size is None or size < 0:
             size = rest
@@ -109,7 +109,7 @@ class _BoundedReader(io.BufferedReader):
 
 
 def load_torch_file(path: Path) -> Any:
-    """What `torch.load` makes of a file, on the CPU.
+    """Load a file with `torch.load`, on the CPU.
 
     No code runs, no warning is given, and no room is made for what is not there.
 

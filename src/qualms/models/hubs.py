@@ -19,7 +19,7 @@ KINDS = ("ForImageClassification", "ForSequenceClassification")
 
 
 def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """A network of timm's.
+    """A timm network.
 
     Args:
         name: as `timm.create_model` takes it.

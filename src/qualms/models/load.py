@@ -113,7 +113,7 @@ def _from_export(path: Path) -> nn.Module:
 
 
 def _find_training_operation(model: nn.Module) -> str | None:
-    """An operation that an exported graph does as in training, for good.
+    """An operation that an exported graph permanently runs in training mode.
 
     That is dropout, or normalization by the statistics of the batch.
     """
@@ -137,7 +137,7 @@ def _is_training(node: torch.fx.Node) -> bool:
 
 
 def _from_factory(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """What a function or class gives."""
+    """The network that a function or class returns."""
     factory = _import_factory(name)
     options = {} if classes is None else {_classes_keyword(name, factory): classes}
 
@@ -206,7 +206,7 @@ def _to_evaluation(model: nn.Module) -> nn.Module:
 
 
 def _unknown_name(name: str) -> QualmsError:
-    """The error that a name is no source of a network, with similar names if there are any."""
+    """The error that a name is not a source of a network, with similar names if any."""
     if name.endswith(CHECKPOINTS):
         return QualmsError(
             f"{name} contains only weights; name the network and pass weights={name!r}."

@@ -144,7 +144,7 @@ def _of_zoo(name: str, model: nn.Module) -> Preprocessing:
 
 
 def _count_outputs(model: nn.Module) -> int:
-    """How many numbers the last layer with weights gives.
+    """The number of outputs of the last layer with weights.
 
     In networks of the usual build, these are the classes.
     """

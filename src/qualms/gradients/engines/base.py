@@ -123,7 +123,7 @@ def run_first(
     request: GradientRequest,
     cache: PlanCache,
 ) -> ClassNorms:
-    """Run the first of several engines that can serve a request.
+    """Run the first of several engines that can handle a request.
 
     Args:
         engines: in order of preference.
@@ -142,7 +142,7 @@ def run_first(
 
 
 def combine_parameters(values: Iterable[Tensor], kind: str) -> Tensor:
-    """What several parameters have together: (Σ‖g‖²)^½ for l2, else the sum.
+    """Combine the norms of several parameters: (Σ‖g‖²)^½ for l2, else the sum.
 
     `hypot` keeps squares that are zero in 64 bits.
     """

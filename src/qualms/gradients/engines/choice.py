@@ -1,4 +1,4 @@
-"""Which engine serves a request, decided in one place, by counted work and not by the clock.
+"""Which engine handles a request, decided in one place, by counted work and not by the clock.
 
 The exact engine pays one backward pass for each class. Multiplications are counted, in units of
 those of a forward pass: a backward pass through the activations takes as many again, and the norms

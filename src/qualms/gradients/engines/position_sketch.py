@@ -107,7 +107,7 @@ class ExpectedLogits:
         logits: Float[Tensor, "t c"],
         precision: torch.dtype,
     ) -> None:
-        """Raise an error if the logits of a pass are others."""
+        """Raise an error if the logits of a pass differ."""
         if not close_logits(logits[self.positions], self.values.to(logits), precision):
             raise QualmsError(
                 "the model returns different logits in forward mode than in a plain pass, so its "

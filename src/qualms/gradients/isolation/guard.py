@@ -87,7 +87,7 @@ def validate_model(model: object) -> nn.Module:
 
 @contextmanager
 def preserve_state(model: object) -> Iterator[nn.Module]:
-    """Hold a model in evaluation mode with gradients on, and leave no trace of it afterwards.
+    """Hold a model in evaluation mode with gradients on, and restore it afterwards.
 
     Everything is put back even after an error or Ctrl-C. Other threads wait until this one is done.
 
@@ -147,7 +147,7 @@ def _restore_modules(
     fingerprint: ModelFingerprint,
     device: torch.device | None,
 ) -> Iterator[None]:
-    """Put all modules into evaluation mode, and afterwards back to what they were and held."""
+    """Put all modules into evaluation mode, and restore their modes and contents afterwards."""
     modules = list(model.modules())
     containers = ModuleContainers(modules)
     switching = [m for m in modules if _switches_modes_itself(m)]
@@ -177,7 +177,7 @@ def _written_parameters(
 
 @contextmanager
 def isolate_forward(model: nn.Module) -> Iterator[None]:
-    """Run a forward pass that leaves nothing on the modules of a model inside `preserve_state`.
+    """Run a forward pass that leaves no state on the modules of a model inside `preserve_state`.
 
     What one pass caches belongs to its graph, or has no graph at all: either would be wrong for the
     next pass.

@@ -85,7 +85,7 @@ def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor], reach: Reach
 
 
 def require_uses_that_vary(model: nn.Module, on: ModelInput) -> None:
-    """An error if rows that use none of the selected parameters show that no row does."""
+    """Raise an error if no row uses any of the selected parameters."""
     if use_order(model, on, dict(model.named_parameters())).fixed:
         raise QualmsError(
             "the forward pass uses none of the selected parameters; select more with `params`."

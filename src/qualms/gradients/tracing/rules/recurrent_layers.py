@@ -59,7 +59,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep what both modes of differentiation need."""
+        """Save what both modes of differentiation need."""
         ctx.kind, x, _, w, u, _, _, *state = inputs
         h, coefficients = output[0], output[len(state) :]
         ctx.set_materialize_grads(False)
