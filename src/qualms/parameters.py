@@ -11,14 +11,14 @@ from qualms.errors import QualmsError
 
 @dataclass(frozen=True)
 class Rule:
-    """The allowed values of a parameter, in words, and the conversion that raises ValueError."""
+    """The allowed values of a parameter, and the conversion, which raises ValueError for others."""
 
     allowed: str
     convert: Callable[[Any], Any]
 
 
 def check_parameters(owner: Any, called: str, **rules: Rule) -> None:
-    """Checks the parameters of a frozen dataclass, and converts NumPy numbers to Python's."""
+    """Check the parameters of a frozen dataclass, and convert NumPy numbers to Python's."""
     for parameter, rule in rules.items():
         value = vars(owner)[parameter]
         try:

@@ -287,8 +287,7 @@ def _join(parts: Sequence[Any]) -> Any:
     if len({t.shape[2:] for t in parts}) > 1:
         raise QualmsError(
             f"positions of shapes {tuple(parts[0].shape[1:])} and {tuple(parts[-1].shape[1:])} "
-            "cannot "
-            "be concatenated; keep them separate, as Scorer.stream does."
+            "cannot be concatenated; keep them separate, as Scorer.stream does."
         )
     longest = max(t.shape[1] for t in parts)
     return torch.cat([_pad(t, longest) for t in parts])

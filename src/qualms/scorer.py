@@ -406,8 +406,7 @@ class Scorer:
         warnings.warn(
             f"the images range from {low:.3g} to {high:.3g}, so they look normalized; pass "
             "pixel_std= (the standard deviation that the pixels were divided by) to scale the "
-            "noise "
-            f"of {spec} to pixels from 0 to 1, or pixel_std=1 to keep it in these units.",
+            f"noise of {spec} to pixels from 0 to 1, or pixel_std=1 to keep it in these units.",
             UnitsWarning,
             stacklevel=2,
         )

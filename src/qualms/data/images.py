@@ -133,8 +133,7 @@ class Images:
         if channels not in (1, 3) or self.pixels.shape[1] not in (1, 3):
             raise QualmsError(
                 f"{self.name} cannot be converted from {self.pixels.shape[1]} channels to "
-                f"{channels}; "
-                "pass 1 or 3."
+                f"{channels}; pass 1 or 3."
             )
         if min(height, width) < 1:
             raise QualmsError(f"{self.name} cannot be resized to {size} pixels; pass at least 1.")

@@ -87,8 +87,7 @@ def read_images(
             (high, wide), (other_high, other_wide) = sizes[0], sizes[-1]
             raise QualmsError(
                 f"the images in {where} differ in size: {files[kept[0]].id} is {wide} x {high}, "
-                "but "
-                f"{file.id} is {other_wide} x {other_high}; pass size= to resize them while "
+                f"but {file.id} is {other_wide} x {other_high}; pass size= to resize them while "
                 "reading."
             )
         pixels[len(kept)] = array

@@ -112,8 +112,7 @@ def _iterate(x: Iterable[Any], argument: str) -> Iterator[Any]:
                 raise
             raise QualmsError(
                 f"the items of {argument} cannot be collated into one batch ({reason(error)}); "
-                "pass a "
-                "DataLoader with your own collate_fn."
+                "pass a DataLoader with your own collate_fn."
             ) from error
         yield batch
 

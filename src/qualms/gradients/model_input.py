@@ -255,7 +255,6 @@ def validate_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:
     if not bool(finite.all()):
         raise QualmsError(
             f"the logits of input {int((~finite).nonzero()[0])} of the batch contain NaN or "
-            "infinity; "
-            "check the model's weights and the input's scaling."
+            "infinity; check the model's weights and the input's scaling."
         )
     return logits

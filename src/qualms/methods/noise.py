@@ -102,10 +102,8 @@ def _vocabulary_size(context: BatchContext, method: str) -> int:
     if finder.rows is None:
         raise QualmsError(
             f"{method} runs the model on random token ids, but no embedding of the model reads x, "
-            "so "
-            f"the vocabulary is unknown; {INSTEAD}, put the token ids first if x is a dict, or "
-            "pass "
-            "x in floating point if it is not tokens."
+            f"so the vocabulary is unknown; {INSTEAD}, put the token ids first if x is a dict, or "
+            "pass x in floating point if it is not tokens."
         )
     return finder.rows
 

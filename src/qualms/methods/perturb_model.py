@@ -286,8 +286,7 @@ class Ensemble(Method):
     name = "ensemble"
     paper = (
         "Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation using "
-        "Deep Ensembles, "
-        "NeurIPS 2017"
+        "Deep Ensembles, NeurIPS 2017"
     )
     needs = (MODELS,)
     cost = "1 for each model"

@@ -99,10 +99,8 @@ def warn_of_long_run(
         warnings.warn(
             f"scoring {inputs} input{'' if inputs == 1 else 's'} will take about "
             f"{price.seconds * inputs / 60:,.0f} minutes ({price.forward_passes:,.0f} forward "
-            "passes "
-            "each); engine='auto' or a tolerance measures fewer classes, and scores without "
-            "+smooth "
-            "cost one ninth as much.",
+            "passes each); engine='auto' or a tolerance measures fewer classes, and scores "
+            "without +smooth cost one ninth as much.",
             SlowWarning,
             stacklevel=2,
         )

@@ -187,8 +187,7 @@ class Mahalanobis(Method):
     name = "mahalanobis"
     paper = (
         "Lee et al., A Simple Unified Framework for Detecting Out-of-Distribution Samples and "
-        "Adversarial Attacks, "
-        "NeurIPS 2018"
+        "Adversarial Attacks, NeurIPS 2018"
     )
     needs = (TRAINING_DATA,)
     cost = "1, and 1 for each training input"

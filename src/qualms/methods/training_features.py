@@ -76,8 +76,7 @@ def _check_labels(labels: Int[Tensor, " b"], classes: int) -> Int[Tensor, " b"]:
     if low < 0 or high >= classes:
         raise QualmsError(
             f"the labels in train= range from {low} to {high}, but the model has {classes} "
-            "classes, "
-            "numbered from 0; correct the labels, or pass only inputs."
+            "classes, numbered from 0; correct the labels, or pass only inputs."
         )
     return labels
 
@@ -264,8 +263,8 @@ def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Res
     if norm <= rounding * (scatter.trace() / len(training.features)).sqrt():
         raise QualmsError(
             f"vim needs training features that vary in more than {dimensions} dimensions, but "
-            "these "
-            f"{len(training.features)} do not; pass more training inputs, or fewer dimensions."
+            f"these {len(training.features)} do not; pass more training inputs, or fewer "
+            "dimensions."
         )
     largest = float(training.max_logits.double().mean())
     if largest <= 0:

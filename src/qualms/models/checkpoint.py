@@ -170,8 +170,7 @@ def _read_torch_file(path: Path) -> Any:
             what = asked[1] if asked else "TorchScript"
             return QualmsError(
                 f"{path} contains more than tensors ({what}) and could run code when loaded, so "
-                "it is "
-                "refused; if you trust it, load it yourself and save only its state_dict()."
+                "it is refused; if you trust it, load it yourself and save only its state_dict()."
             )
         return QualmsError(
             f"{path} is damaged or not a torch checkpoint ({reason(error)}); download it again, or "

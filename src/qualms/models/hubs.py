@@ -43,8 +43,7 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
     if model.num_classes == 0:
         raise QualmsError(
             f"{source} returns features, not classes; pass classes=, and weights= that were "
-            "trained "
-            "for them."
+            "trained for them."
         )
     if weights is not None:
         fit_state(model, read_state(weights), file=weights, network=source)

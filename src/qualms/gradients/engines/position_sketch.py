@@ -63,8 +63,7 @@ def plain_logits(
     if len(logits) != 1:
         raise QualmsError(
             f"the model returns logits of shape {tuple(logits.shape)} for one input; the first "
-            "axis "
-            "must be the batch."
+            "axis must be the batch."
         )
     logits = logits[0]
     if not bool(torch.isfinite(logits).all()):
@@ -206,9 +205,8 @@ class PositionSketchEngine:
         if request.settings.norm == "l1" or adds_layers:
             raise QualmsError(
                 "at many positions, a sketch supports only L2 norms and layers added in "
-                "quadrature; "
-                "leave out norm='l1' and combine='sum', or name a few positions= and use "
-                "engine='exact'."
+                "quadrature; leave out norm='l1' and combine='sum', or name a few positions= and "
+                "use engine='exact'."
             )
         probe, function, tangents = self._find_function(request, expected, lam)
         plan = PositionPlan(expected, probe, function, tangents, 1)
