@@ -544,7 +544,7 @@ def test_options_that_do_not_fit_are_refused_at_once(options: dict[str, Any], me
         ({"mask": torch.ones(1, TOKENS)}, "mask has 1 entries"),
         ({"mask": torch.ones(3, TOKENS)}, "mask has 3 entries"),
         ({"targets": torch.full((2, TOKENS), -7)}, "a target is -7"),
-        ({"targets": torch.zeros(2, TOKENS)}, "targets are torch.float32 numbers"),
+        ({"targets": torch.zeros(2, TOKENS)}, "targets are torch.float32;"),
         ({"spans": [[(0, 2)], []]}, "spans need reduce="),
     ],
 )
@@ -687,12 +687,12 @@ def test_answers_that_are_not_where_the_tokens_are_get_an_error() -> None:
     with pytest.raises(qualms.QualmsError, match="first axis must be the batch"):
         qualms.Scorer(TokensFirst(), "entropy", class_dim=-1)(ids)
     for more in ({}, {"positions": [0, 4]}):
-        with pytest.raises(qualms.QualmsError, match="answers at 4 positions for 3 tokens"):
+        with pytest.raises(qualms.QualmsError, match="predicts at 4 positions for 3 tokens"):
             qualms.Scorer(OneMore(), "entropy", class_dim=-1, **more)(
                 {"input_ids": ids, "attention_mask": mask}
             )
     holes = {"input_ids": ids[:1], "attention_mask": torch.tensor([[1, 0, 1, 1, 1]])}
-    with pytest.raises(qualms.QualmsError, match="answers at 6 positions for 5 tokens"):
+    with pytest.raises(qualms.QualmsError, match="predicts at 6 positions for 5 tokens"):
         qualms.Scorer(OneMore(), "entropy", class_dim=-1)(holes)
 
 
@@ -761,7 +761,7 @@ def test_masked_positions_have_no_percentile_and_no_name() -> None:
     assert found.percentile.isnan().equal(found.scores["entropy"].isnan())
     assert found.predicted_names[1][3:] == [None] * 4
     assert found.predicted_names[0][0] == names[int(found.prediction[0, 0])]
-    with pytest.raises(qualms.QualmsError, match=f"there are 2 class_names and {WORDS} logits"):
+    with pytest.raises(qualms.QualmsError, match=f"there are 2 class_names but {WORDS} logits"):
         qualms.Scorer(model, "entropy", class_dim=-1, class_names=["a", "b"])(batch)
 
 

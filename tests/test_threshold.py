@@ -75,13 +75,13 @@ def test_errors(tmp_path: Path) -> None:
         Threshold.load(tmp_path / "bad.json")
     with pytest.raises(qualms.QualmsError, match="no threshold file"):
         Threshold.load(tmp_path / "none.json")
-    with pytest.raises(qualms.QualmsError, match="coverage is 2"):
+    with pytest.raises(qualms.QualmsError, match=r"coverage=2.* is invalid"):
         Threshold.from_scores([1.0], 2.0)
     with pytest.raises(qualms.QualmsError, match="empty"):
         Threshold.from_scores([], 0.5)
     with pytest.raises(qualms.QualmsError, match="2 scores and 1 outcomes"):
         Threshold.from_labels([1.0, 2.0], [True])
-    with pytest.raises(qualms.QualmsError, match="risk is 1"):
+    with pytest.raises(qualms.QualmsError, match=r"risk=1.* is invalid"):
         Threshold.from_labels([1.0], [True], risk=1.0)
 
 
@@ -161,13 +161,13 @@ def test_too_few_inputs_are_told_how_many_it_takes() -> None:
     )
     with pytest.raises(
         qualms.QualmsError,
-        match=r"at most 1 % wrong .* at confidence 95 % takes 300 .* there are only 299; add 1",
+        match=r"at most 1 % wrong .* at confidence 95 % requires 300 .* there are only 299; add 1",
     ):
         Threshold.from_labels(torch.arange(299.0), right[:299], 0.01, 0.95)
     right[[5, 280]] = False
     with pytest.raises(
         qualms.QualmsError,
-        match=r"takes about \d+ labeled inputs, as 2 of the 299 most certain are wrong",
+        match=r"requires about \d+ labeled inputs, as 2 of the 299 most certain are wrong",
     ):
         Threshold.from_labels(torch.arange(300.0), right, 0.01, 0.95)
     with pytest.raises(

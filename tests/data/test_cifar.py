@@ -191,7 +191,7 @@ def attacks(marker: Path) -> dict[str, tuple[Any, str]]:
         "an array of text": (np.array(["a"]), "type 'U1'"),
         "a scalar of objects": (scalar(np.dtype(object), pickle.dumps(evil)), "type 'O8'"),
         "a scalar without a type": (scalar("u1", b"a"), "other than numbers"),
-        "an array of another class": (reconstruct(np.dtype), "class of its own"),
+        "an array of another class": (reconstruct(np.dtype), "custom class"),
         "an array of a class that runs": (reconstruct(np.memmap), "numpy.*memmap"),
         "an array of a called class": (reconstruct(evil), "system"),
         "other codecs": (

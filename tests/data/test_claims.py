@@ -167,7 +167,7 @@ def test_a_checkpoint_cannot_claim_more_than_its_file_holds(
     at = content.rindex(b"PK\x01\x02") + 24  # the length of the last entry, in the list at the end
     content[at : at + 4] = struct.pack("<I", 2**31)
     (tmp_path / "a.pt").write_bytes(content)
-    with pytest.raises(qualms.QualmsError, match=r"claims 2147483648 bytes of \d+"):
+    with pytest.raises(qualms.QualmsError, match=r"claims 2147483648 bytes, unpacked from \d+"):
         read_state(tmp_path / "a.pt")
 
 

@@ -88,7 +88,7 @@ def test_images_of_several_sizes_need_a_size(tmp_path: Path) -> None:
     put(tmp_path / "flat" / "a.png", plain(1, 4, 6))
     put(tmp_path / "flat" / "b.png", plain(2, 5, 5))
     with pytest.raises(
-        qualms.QualmsError, match=r"a\.png is 6 x 4 and b\.png is 5 x 5; pass size="
+        qualms.QualmsError, match=r"a\.png is 6 x 4, but b\.png is 5 x 5; pass size="
     ):
         load("flat", tmp_path)
     found = load("flat", tmp_path, size=3)

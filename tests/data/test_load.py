@@ -201,7 +201,9 @@ def test_a_path_beats_a_name_which_a_prefix_brings_back(
     assert load("data:photos").source == "bundled with scikit-learn"
     square(tmp_path / "data" / "letters", 4)
     assert load("letters").source == "data/letters/ (folder)"
-    with pytest.raises(qualms.QualmsError, match="there is no dataset 'photo'; there are mnist"):
+    with pytest.raises(
+        qualms.QualmsError, match="there is no dataset 'photo'; choose one of mnist"
+    ):
         load("data:photo")
 
 

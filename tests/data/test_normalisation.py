@@ -30,7 +30,7 @@ def test_noise_in_model_units_is_that_noise_on_the_pixels() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(qualms.QualmsError, match="2 means and 1 deviations"):
+    with pytest.raises(qualms.QualmsError, match="2 means and 1 standard deviations"):
         Normalization((0.0, 0.0), (1.0,))
     with pytest.raises(qualms.QualmsError, match="0 means"):
         Normalization((), ())

@@ -148,7 +148,7 @@ def test_what_holds_no_text_is_told(workdir: Path) -> None:
     assert refused("nothing.jsonl").startswith("nothing.jsonl contains no texts; pass a .txt")
     assert refused("page.md").startswith("page.md is not a readable kind of text; pass a .txt")
     assert refused("nowhere.txt").startswith(
-        "there is no nowhere.txt in the working directory or data; give a .txt"
+        "there is no nowhere.txt in the working directory or data; pass a .txt"
     )
     assert "cut.parquet is truncated or not a parquet file" in refused("cut.parquet")
     assert "texts.parquet has the columns image, label, but no column text" in refused(

@@ -254,5 +254,5 @@ def test_errors_say_what_to_do(structure: Structure) -> None:
 
 def test_a_prior_lost_beside_the_curvature_is_named() -> None:
     h, logits, weight, bias = random_head(20, 3, 40)
-    with pytest.raises(QualmsError, match="raise it"):
+    with pytest.raises(QualmsError, match="use a larger one"):
         fit_head([(h * 1e6, logits)], weight, bias, 1e-12, "full")

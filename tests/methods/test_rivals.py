@@ -157,7 +157,7 @@ def test_clafr(setting: Setting) -> None:
 
 
 def test_clafr_says_where_it_would_be_zero() -> None:
-    with pytest.raises(qualms.QualmsError, match=r"5 classes on 4 features.*use energy"):
+    with pytest.raises(qualms.QualmsError, match=r"5 classes for 4 features.*use energy"):
         qualms.score(nn.Linear(4, 5), torch.rand(3, 4), "clafr")
     assert qualms.score(nn.Linear(4, 3), torch.zeros(2, 4), "clafr").tolist() == [0, 0]
 
@@ -239,7 +239,7 @@ def test_rankfeat_finds_the_last_map(pooling: str) -> None:
 
 
 def test_rankfeat_does_not_take_the_map_of_a_gate_for_the_last() -> None:
-    with pytest.raises(qualms.QualmsError, match="which rankfeat needs"):
+    with pytest.raises(qualms.QualmsError, match="rankfeat needs a last feature map"):
         qualms.score(Pooled("einsum"), torch.rand(2, 1, 9, 7), "rankfeat")
 
 
@@ -249,7 +249,7 @@ def test_rankfeat_does_not_take_a_convolution_for_a_pooling() -> None:
     strided = nn.Sequential(
         body, nn.ReLU(), nn.Conv2d(6, 6, 3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last
     )
-    with pytest.raises(qualms.QualmsError, match="which rankfeat needs"):
+    with pytest.raises(qualms.QualmsError, match="rankfeat needs a last feature map"):
         qualms.score(strided, torch.rand(2, 1, 4, 4), "rankfeat")
     assert torch.isfinite(qualms.score(strided, torch.rand(2, 1, 8, 8), "rankfeat")).all()
 
@@ -384,7 +384,7 @@ def test_a_model_without_feature_maps_is_told_the_alternatives(name: str) -> Non
 def test_rankfeat_does_not_take_the_patches_of_a_transformer_for_its_last_map() -> None:
     from qualms.models.vit import vit_small
 
-    with pytest.raises(qualms.QualmsError, match="which rankfeat needs"):
+    with pytest.raises(qualms.QualmsError, match="rankfeat needs a last feature map"):
         qualms.score(vit_small(), torch.rand(2, 3, 32, 32), "rankfeat")
 
 

@@ -32,7 +32,7 @@ BAD = {
     "regrad+smoth(0.1)": "did you mean smooth",
     "regrad+layers(a)": "pass a name with numbers in parentheses",
     "regrad+layers(0.1": "pass a name with numbers in parentheses",
-    "regrad+layers(1,2)": "takes 1 at most",
+    "regrad+layers(1,2)": "takes at most 1",
     "regrad+smooth(0.1,2.5)": "draws 2.5; it must be a whole number",
     "regrad+smooth+smooth": "twice",
     "regrad+layers(0.1)+layers(0.1)": "twice",

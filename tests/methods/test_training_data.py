@@ -73,7 +73,7 @@ def test_the_papers_rule_for_vim() -> None:
 def test_vim_needs_something_to_be_left_over(setting: Setting) -> None:
     with pytest.raises(qualms.QualmsError, match="vary in more than 6 dimensions"):
         score(setting, ViM(), [TRAIN[:5]])
-    with pytest.raises(qualms.QualmsError, match=r"dimensions 12, but .* 12 features"):
+    with pytest.raises(qualms.QualmsError, match=r"dimensions=12, but .* 12 features"):
         score(setting, ViM(12))
 
 
