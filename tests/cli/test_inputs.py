@@ -59,7 +59,7 @@ def test_another_size_than_the_networks_is_fitted_and_told(
     pictures(weights_here / "mine", 2, 224, 224)
     pictures(weights_here / "mine", 1, 40, 60)
     assert score(monkeypatch, "mine", *ZOO_NET) == 0
-    told = "3 images of 60 x 40 to 224 x 224 pixels were resized to 8 x 8 (bilinear), as digits-cnn takes them"
+    told = "3 images of 60 x 40 to 224 x 224 pixels were resized to 8 x 8 (bilinear), as digits-cnn expects"
     assert told in capsys.readouterr().err
     assert len(ids(weights_here / "scores.csv")) == 3
 

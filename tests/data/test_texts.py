@@ -156,7 +156,7 @@ def test_what_holds_no_text_is_told(workdir: Path) -> None:
     )
     assert (
         refused(table(text=[3]))
-        == 'row 0 of texts.parquet is without a string "text"; replace or remove it.'
+        == 'row 0 of texts.parquet is without a string in "text"; replace or remove it.'
     )
 
 
