@@ -67,7 +67,7 @@ def test_bench_ood_prints_a_row_for_each_method_and_keeps_them(
     assert "digits → noise: 40 and 40 images" in out
     assert re.search(r"\| regrad\+layers\(0\.2\) \| \d+\.\d\d \[", out)
     assert "- digits-cnn: " in out
-    assert "- mc-dropout: the model has no dropout layer" in out
+    assert "- mc-dropout: mc-dropout needs a dropout layer" in out
     before = (data_here / "rows.jsonl").read_bytes()
     assert run(monkeypatch, *command, *more, "--json") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -59,7 +59,7 @@ def test_another_size_than_the_networks_is_fitted_and_told(
     pictures(weights_here / "mine", 2, 224, 224)
     pictures(weights_here / "mine", 1, 40, 60)
     assert score(monkeypatch, "mine", *ZOO_NET) == 0
-    told = "3 images of 60 x 40 to 224 x 224 pixels were resized to 8 x 8 (bilinear), as digits-cnn takes them"
+    told = "3 images of 60 x 40 to 224 x 224 pixels were resized to 8 x 8 (bilinear), as digits-cnn expects"
     assert told in capsys.readouterr().err
     assert len(ids(weights_here / "scores.csv")) == 3
 
@@ -218,13 +218,13 @@ def test_bench_leaves_unreadable_files_out_and_says_so(
         (("--model", "weights.pt"), "name the network and pass --weights 'weights.pt'"),
         (
             (*ZOO_NET, "--classes", "7"),
-            "weights.pt does not fit digits-cnn: 2 keys of another shape",
+            "weights.pt does not fit digits-cnn: 2 keys with a different shape",
         ),
-        ((*ZOO_NET, "--classes", "7"), "pass --classes as it was trained"),
+        ((*ZOO_NET, "--classes", "7"), "pass --classes, the number"),
         (("--model", "cnn-32", "--weights", "weights.pt"), "weights.pt does not fit cnn-32"),
         (
             ("--model", "digits-cnn", "--weights", "other.pt"),
-            "other.pt holds no tensors by name, only 'epoch', 'stuff'",
+            "other.pt contains no named tensors, only 'epoch', 'stuff'",
         ),
         (("--model", "digits-cnn", "--weights", "none.pt"), "there is no checkpoint file none.pt"),
         (

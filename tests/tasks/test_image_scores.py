@@ -172,7 +172,7 @@ def test_methods_that_cannot_be_used_are_left_out_with_the_reason(
     good, rows = select_usable(network, known, wanted, None)
     assert list(good) == ["entropy", "regrad"]
     assert {row["method"]: row["why"] for row in rows}.keys() == {"mc-dropout", "laplace"}
-    assert "no dropout layer" in rows[0]["why"]
+    assert "needs a dropout layer" in rows[0]["why"]
     assert list(select_usable(network, known, wanted, known)[0]) == ["entropy", "laplace", "regrad"]
     with pytest.raises(QualmsError, match="no method can be used: mc-dropout"):
         select_usable(network, known, {"mc-dropout": parse("mc-dropout")}, None)

@@ -67,7 +67,7 @@ def validate_model(model: object) -> nn.Module:
     devices = sorted({str(p.device) for p in inner.parameters()})
     if len(devices) > 1:
         raise QualmsError(
-            f"the model's parameters are on several devices ({', '.join(devices)}); load it on "
+            f"the model's parameters are on several devices ({', '.join(devices)}); load it onto "
             "one, without device_map."
         )
     for name, t in (*inner.named_parameters(), *inner.named_buffers()):
@@ -75,11 +75,11 @@ def validate_model(model: object) -> nn.Module:
             kind = "parameter" if isinstance(t, nn.Parameter) else "buffer"
             raise QualmsError(
                 f"the {kind} {name} belongs to a lazy module and has no shape yet; run the model "
-                "once."
+                "once first."
             )
     if any(p.is_inference() for p in inner.parameters()):
         raise QualmsError(
-            "the model was created in inference mode, so it has no gradients; create it outside of "
+            "the model was created in inference mode, so it has no gradients; create it outside "
             "torch.inference_mode."
         )
     return model
@@ -87,7 +87,7 @@ def validate_model(model: object) -> nn.Module:
 
 @contextmanager
 def preserve_state(model: object) -> Iterator[nn.Module]:
-    """Hold a model in evaluation mode with gradients on, and leave no trace of it afterwards.
+    """Hold a model in evaluation mode with gradients on, and restore it afterwards.
 
     Everything is put back even after an error or Ctrl-C. Other threads wait until this one is done.
 
@@ -147,7 +147,7 @@ def _restore_modules(
     fingerprint: ModelFingerprint,
     device: torch.device | None,
 ) -> Iterator[None]:
-    """Put all modules into evaluation mode, and afterwards back to what they were and held."""
+    """Put all modules into evaluation mode, and restore their modes and contents afterwards."""
     modules = list(model.modules())
     containers = ModuleContainers(modules)
     switching = [m for m in modules if _switches_modes_itself(m)]
@@ -177,7 +177,7 @@ def _written_parameters(
 
 @contextmanager
 def isolate_forward(model: nn.Module) -> Iterator[None]:
-    """Run a forward pass that leaves nothing on the modules of a model inside `preserve_state`.
+    """Run a forward pass that leaves no state on the modules of a model inside `preserve_state`.
 
     What one pass caches belongs to its graph, or has no graph at all: either would be wrong for the
     next pass.

@@ -1,4 +1,4 @@
-"""Ctrl-C waits for a moment at which nothing is half done.
+"""Ctrl-C waits until nothing is half done.
 
 Python raises KeyboardInterrupt between any two of its instructions. One of those moments lies
 between entering forward-mode differentiation and noting that it was entered, and an interrupt there
@@ -45,7 +45,7 @@ def defer_interrupts() -> Iterator[None]:
 
 
 def deliver() -> None:
-    """Pass a pending Ctrl-C to the handler that was in force before.
+    """Pass a pending Ctrl-C to the previous handler.
 
     That one raises KeyboardInterrupt, unless the user has installed another.
     """

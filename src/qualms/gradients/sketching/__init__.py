@@ -1,4 +1,4 @@
-"""Random tangents on the weights, pushed through the model: tangents, Jacobian-vector products, norms.
+"""Random weight tangents pushed through the model: tangents, Jacobian-vector products, norms.
 
 - `tangents.py`: how tangents are drawn.
 - `jvp.py`: how they are pushed through the model.

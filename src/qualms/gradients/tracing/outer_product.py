@@ -2,7 +2,7 @@
 
 The gradient of the weight of a product is G = Σ_t δ_t ⊗ a_t: δ_t is the cotangent of the result and
 a_t the input of the product, at position t. Its squared norm is ‖Σ_t δ_t a_tᵀ‖² written out, or
-⟨δδᵀ, aaᵀ⟩ over pairs of positions, whichever takes fewer multiplications. The Gram matrix aaᵀ is the
+⟨δδᵀ, aaᵀ⟩ over pairs of positions, whichever takes fewer multiplications. The Gram matrix aaᵀ is
 same for all classes.
 
 Index letters: b sample, g group, t position, o/f features of δ and a, m/n cotangents.
@@ -46,7 +46,7 @@ def gram_is_cheaper(t: int, o: int, f: int, cotangents: int) -> bool:
 
 
 class SharedGram:
-    """δδᵀ for several gradients that have the same factor δ, computed by the first that needs it."""
+    """δδᵀ for several gradients with the same factor δ, computed when first needed."""
 
     def __init__(self) -> None:
         self._cotangent: Callable[[], Tensor | None] = lambda: None
@@ -287,7 +287,7 @@ class Outer:
         return self._sum_groups(torch.linalg.vecdot(d.square().sum(3), of_activations))
 
     def overlaps(self, d: Float[Tensor, "bg m t o"]) -> Bool[Tensor, "bg m"]:
-        """Whether δ and a are both nonzero at some position; if not, a gradient of zero is right."""
+        """Whether δ and a are both nonzero at some position; if not, the gradient is zero."""
         return (d.any(3) & self._nonzero_positions.unsqueeze(1)).any(2)
 
     @cached_property

@@ -97,7 +97,7 @@ def _sample_numbers(
 
 
 def _is_doubled(d: Tensor, other: Tensor) -> Tensor:
-    """Which entries of a cotangent were doubled; an error where one is neither doubled nor equal."""
+    """Which entries of a cotangent were doubled; all others must be unchanged."""
     doubled = other.abs() > 1.5 * d.abs()
     expected = torch.where(doubled, 2 * d, d)
     # Doubling is exact in floating point, so what is left is the order of sums, on devices where
@@ -155,7 +155,7 @@ class SampleIds:
         return Summed(write, copy.numel())
 
     def product(self, a: Float[Tensor, "*t f"], arrange: Callable[[Tensor], Tensor]) -> Outer:
-        """The gradient of the matrix that `a` was multiplied with; every axis but the last counts t.
+        """The gradient of the matrix that `a` was multiplied by; all axes but the last count t.
 
         Args:
             a: the input of the product.
