@@ -97,7 +97,7 @@ def test_images_of_several_sizes_are_refused_where_nobody_knows_one(
     pictures(weights_here / "mine", 1, 20, 20)
     assert score(monkeypatch, "mine", *any_size) == 1
     assert (
-        "20x20-0.png is 20 x 20 and 32x24-0.png is 32 x 24; pass --size" in capsys.readouterr().err
+        "20x20-0.png is 20 x 20, but 32x24-0.png is 32 x 24; pass --size" in capsys.readouterr().err
     )
 
 

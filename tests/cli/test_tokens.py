@@ -92,7 +92,7 @@ def test_lines_that_cannot_be_read_are_listed_and_the_rest_is_scored(
     assert found["document"] == want["document"]
     assert found["score_entropy"] == pytest.approx(want["score_entropy"], rel=1e-4)
     assert "; 1 could not be read: out/scores.rejected.csv\nmost uncertain by regrad: " in told.out
-    assert '  1 could not be read (line 2 is without a string "text")\n' in told.err
+    assert '  1 could not be read (line 2 is without a string in "text")\n' in told.err
     assert rows(texts_here / "out" / "scores.rejected.csv") == [
         {"id": "line 2", "reason": 'without a string in "text"'}
     ]

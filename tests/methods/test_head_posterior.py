@@ -153,7 +153,7 @@ def test_kron_is_full_when_all_probabilities_are_equal(bias: bool) -> None:
     h, logits, weight, b = random_head(100, 4, 6)
     h = h - h.mean(
         0
-    )  # otherwise the weight and the bias are not independent, as kron expects to be
+    )  # otherwise the weight and the bias are not independent, as kron takes them to be
     same = logits[:1].expand_as(logits)
     full, kron = (fit_head([(h, same)], weight, b if bias else None, structure=s) for s in BOTH)
     torch.testing.assert_close(
