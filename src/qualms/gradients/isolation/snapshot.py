@@ -143,9 +143,9 @@ class ModelFingerprint(NamedTuple):
 def model_fingerprint(model: nn.Module) -> ModelFingerprint:
     """Compute the fingerprint of a model.
 
-    The fingerprint changes when the model is trained, reloaded or moved, and when a module or a setting is
-    replaced. The bits of all weights are summed, because optimizers and `.data` may change them
-    without a change of their version counters.
+    The fingerprint changes when the model is trained, reloaded or moved, and when a module or a
+    setting is replaced. The bits of all weights are summed, because optimizers and `.data` may
+    change weights without a change of their version counters.
     """
     modules = tuple((id(m), _plain_attributes(m)) for m in model.modules())
     tensors = (*model.parameters(), *model.buffers())

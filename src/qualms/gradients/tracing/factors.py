@@ -296,7 +296,7 @@ class MergedOuter(Outer):
         """Compute the factor δ of the merged gradient.
 
         Args:
-            cotangents: one for each slice; None, and then δ = 0, for a slice whose result is unused.
+            cotangents: one for each slice; None if the result of the slice is unused, and δ is 0.
         """
         deltas: list[Tensor | None] = []
         for outer, d in zip(self.outers, cotangents, strict=True):

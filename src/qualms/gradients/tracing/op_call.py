@@ -95,7 +95,7 @@ class OpCall:
             raise
         except RuntimeError as error:  # torch's error for shapes has no type of its own
             if self.recorder.trace_pair is None:
-                raise  # a trace of the first row alone: no shape was replaced, so the model is at fault
+                raise  # tracing one row: no shape was replaced, so the model is at fault
             raise NotBatchable(
                 f"{self.use.name} does not run on one row at a time: {reason(error)}"
             ) from error
@@ -117,7 +117,7 @@ class OpCall:
     # Which part of a tensor belongs to which row.
 
     def layout(self, t: Tensor) -> Layout | None:
-        """Find which axis of an argument counts the rows; None if it is the same for all rows."""
+        """Find which axis of an argument counts the rows; None if no axis does."""
         if self.recorder.trace_pair is None:
             return Layout()
         place = self.use.place_of(t)
@@ -129,7 +129,7 @@ class OpCall:
         return None if self.is_param(t) else self.layout(t)
 
     def result_layout(self, place: int = 0) -> Layout | None:
-        """Find which axis of result number `place` counts the rows; None if it is the same for all."""
+        """Find which axis of result number `place` counts the rows; None if no axis does."""
         if self.recorder.trace_pair is None:
             return Layout()
         one, two = self._uses_in_pair()
@@ -232,7 +232,7 @@ class OpCall:
         return run_function(self.func, args, kwargs)
 
     def _param_copies(self) -> tuple[dict[int, Tensor], list[Any]]:
-        """Make leaves that replace the parameters, by id; also list the other arguments' graph nodes."""
+        """Make leaves in place of parameters, by id; list the other arguments' graph nodes."""
         copies: dict[int, Tensor] = {}
         nodes: list[Any] = []
         for t in self.use.arguments:
@@ -248,7 +248,7 @@ class OpCall:
             self.recorder.without_rule |= roots(t, self.recorder.weights)
 
     def _run_row_by_row(self, used: list[Tensor]) -> Any:
-        """Run the operation once per row, on new copies of the parameters `used`; join the results."""
+        """Run the operation once per row on new copies of the parameters `used`; join the results."""
         if self.use.name.endswith("_") and not self.use.name.startswith("_"):
             raise NotBatchable(f"{self.use.name} changes its argument in place")
         layouts = {id(t): self.layout(t) for t in self.use.arguments}

@@ -47,7 +47,7 @@ def gram_is_cheaper(t: int, o: int, f: int, cotangents: int) -> bool:
 
 
 class SharedGram:
-    """Computes δδᵀ once for several gradients with the same factor δ, as W and U of a recurrent layer.
+    """Computes δδᵀ once for gradients that share the factor δ, as W and U of a recurrent layer.
 
     The matrix of the last cotangent is kept, and returned again as long as that cotangent comes.
     """
@@ -183,7 +183,7 @@ class Outer:
         return g * t * f
 
     def without_graph(self) -> "Outer":
-        """Keep the sizes alone: the functions refer to tensors of a forward pass, which are freed."""
+        """Keep the sizes alone: the functions hold tensors of a forward pass, which are freed."""
         direct = raise_released if self.direct else None
         return Outer(
             grad_outputs=raise_released,
@@ -308,7 +308,7 @@ class Outer:
         return self._sum_groups(torch.linalg.vecdot(d.square().sum(3), of_activations))
 
     def overlaps(self, d: Float[Tensor, "bg m t o"]) -> Bool[Tensor, "bg m"]:
-        """Whether δ and a are both nonzero at some position; if not, the gradient is exactly zero."""
+        """Whether δ and a are both nonzero at some position; else the gradient is exactly zero."""
         return (d.any(3) & self._nonzero_positions.unsqueeze(1)).any(2)
 
     @cached_property
@@ -329,7 +329,7 @@ class Outer:
     def _squared_norm_by_gram(
         self, d: Float[Tensor, "bg t o"], deltas: list[Tensor | None]
     ) -> Float64[Tensor, " bg"]:
-        """Compute ⟨δδᵀ, aaᵀ⟩, but ‖δᵀa‖² where positions cancel or 32 bits do not hold the terms."""
+        """Compute ⟨δδᵀ, aaᵀ⟩, or ‖δᵀa‖² where positions cancel or 32 bits are too few."""
         gram = self.activation_gram
         if d.shape[1] < d.shape[2]:  # t < o: δδᵀ [t, t] is smaller than aaᵀδ [t, o]
             of_delta = self.delta_gram(d, deltas)

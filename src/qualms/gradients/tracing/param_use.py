@@ -208,7 +208,7 @@ class TracePair:
     unbatched: set[OpKey] = field(default_factory=set)
 
     def find(self, use: ParamUse) -> tuple[ParamUse, ParamUse] | None:
-        """Find the use of another pass in the traces on one row and on two; None if it is missing."""
+        """Find the same use in the traces on one row and on two; None if one of them lacks it."""
         key = (use.key, use.occurrence)
         one, two = self._one_by_key.get(key), self._two_by_key.get(key)
         if one is None or two is None:

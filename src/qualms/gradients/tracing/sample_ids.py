@@ -231,7 +231,7 @@ class SampleIds:
 
 
 def _gather(t: Float[Tensor, "*t f"], places: Int[Tensor, "b n"]) -> Float[Tensor, "b n 1 f"]:
-    """Gather the entries at given positions; zero where a position is the padding of `_positions`."""
+    """Gather the entries at given positions; zeros where `_positions` padded."""
     flat = t.reshape(-1, t.shape[-1])
     padded = torch.cat([flat, flat.new_zeros(1, flat.shape[1])])
     return padded[places].unsqueeze(2)
