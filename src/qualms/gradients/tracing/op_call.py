@@ -248,7 +248,7 @@ class OpCall:
             self.recorder.without_rule |= roots(t, self.recorder.weights)
 
     def _run_row_by_row(self, used: list[Tensor]) -> Any:
-        """Run the operation once per row on new copies of the parameters `used`; join the results."""
+        """Run the operation once per row on new copies of the parameters `used`; join results."""
         if self.use.name.endswith("_") and not self.use.name.startswith("_"):
             raise NotBatchable(f"{self.use.name} changes its argument in place")
         layouts = {id(t): self.layout(t) for t in self.use.arguments}

@@ -10,11 +10,11 @@ of tensors:
 
 The result of an operation on params alone is again one of the params. An operation that takes both
 kinds is a *use* of parameters: a rule (`rules/`) runs it and adds a `GradFactor`, which says how
-the parameter's gradient follows from a cotangent. Operations without a rule are run one row at a time
-with copies of the parameter, which is exact for any operation. Where no axis counts the rows, the
-sample of each entry is found afterwards (`sample_ids.py`). Where rows cannot be separated at all,
-`NotBatchable` is raised. Uses that a function mode cannot see are caught by `require_no_bypass` and
-by the checks of `gradients/verify.py`.
+the parameter's gradient follows from a cotangent. Operations without a rule are run one row at a
+time with copies of the parameter, which is exact for any operation. Where no axis counts the rows,
+the sample of each entry is found afterwards (`sample_ids.py`). Where rows cannot be separated at
+all, `NotBatchable` is raised. Uses that a function mode cannot see are caught by
+`require_no_bypass` and by the checks of `gradients/verify.py`.
 """
 
 import inspect

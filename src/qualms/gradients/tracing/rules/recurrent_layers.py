@@ -73,7 +73,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
-        """Compute the cotangents of x, shift (which is δ) and the first state from those of h and c.
+        """Compute the cotangents of x, shift (this is δ) and the first state from those of h and c.
 
         Args:
             ctx: what `setup_context` kept.

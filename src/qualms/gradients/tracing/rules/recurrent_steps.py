@@ -1,7 +1,7 @@
 """LSTM, GRU and RNN step by step, with their derivatives in reverse and in forward mode.
 
-Let p_t = W x_t + b be the part of the gates' pre-activations that does not depend on the step before
-(called the gates here). A layer is the recursion
+Let p_t = W x_t + b, called the gates here, be the part of the gates' pre-activations that does not
+depend on the step before. A layer is the recursion
 
     LSTM    i, f, g, o = σ, σ, tanh, σ of p_t + U h',    c = f c' + i g,    h = o tanh c
     GRU     r, z = σ of p_t + q,    n = tanh(p_t + r q),    q = U h' + b',    h = (1 - z) n + z h'
@@ -37,8 +37,8 @@ class Recursion:
     Args:
         run: maps p, U, b' (of a GRU) and the state before the first step to h [t, n, h], the state
             after the last step and the coefficients.
-        pull: reverse mode: maps the coefficients, U and the cotangents of h [t, n, h] and of c after
-            the last step to the cotangents of p and of the state before the first step.
+        pull: reverse mode: maps the coefficients, U and the cotangents of h [t, n, h] and of c
+            after the last step to the cotangents of p and of the state before the first step.
         push: forward mode: maps the coefficients, U and the tangents of p and of the state before
             the first step to the tangents of h and of the state after the last step.
     """
@@ -111,7 +111,8 @@ def _lstm_pull(
 ) -> tuple[Gates, State]:
     """Pull cotangents back through all steps of an LSTM, last step first.
 
-    dc += dh ∂h/∂c,  δ_i, δ_f, δ_g = dc ∂c/∂(i, f, g),  δ_o = dh ∂h/∂o,  dc' = dc ∂c/∂c',  dh' = δ U.
+    dc += dh ∂h/∂c,  δ_i, δ_f, δ_g = dc ∂c/∂(i, f, g),  δ_o = dh ∂h/∂o,
+    dc' = dc ∂c/∂c',  dh' = δ U.
 
     Args:
         coefficients: the partial derivatives that `_lstm_run` returned.
@@ -262,7 +263,7 @@ def _gru_rnn_pull(
     δ = dh · ∂h/∂p,  dh' = past · dh + (scale · δ) U.
 
     Args:
-        coefficients: ∂h/∂p, the factor `scale` of q in the gates, and `past`, ∂h/∂h' at fixed gates.
+        coefficients: ∂h/∂p; the factor `scale` of q in the gates; `past`, ∂h/∂h' at fixed gates.
         weight: U [g, h].
         dh: cotangents of h at all steps, from the layers above.
         dc: None; the state is h alone.
@@ -290,7 +291,7 @@ def _gru_rnn_push(
     ḣ = ∂h/∂p · (ṗ + scale · U ḣ') + past · ḣ'.
 
     Args:
-        coefficients: ∂h/∂p, the factor `scale` of q in the gates, and `past`, ∂h/∂h' at fixed gates.
+        coefficients: ∂h/∂p; the factor `scale` of q in the gates; `past`, ∂h/∂h' at fixed gates.
         weight: U [g, h].
         dp: tangents of p.
         state: tangent of (h,) before the first step.
