@@ -52,9 +52,9 @@ PICKS = {
     "coherence": ("coherence", "as above, for a second opinion"),
     "Entropy": ("entropy", "one forward pass is all you can afford"),
     "gen": ("gen", "as above; also for transformers"),
-    "energy": ("energy", "as above; less good at flagging mistakes"),
+    "energy": ("energy", "as above; worse at flagging mistakes"),
     "Perturb x": ("perturb-x", "you want a score without gradients, and can afford many passes"),
-    "knn": ("knn", "you have training data; less good at flagging mistakes"),
+    "knn": ("knn", "you have training data; worse at flagging mistakes"),
     "LA": ("laplace", "you have training data and want the paper's row"),
 }
 MANY_CLASSES = "imagenet-efficientnet-lite0"  # whose costs are listed with those of a ResNet-18
@@ -327,7 +327,9 @@ def main() -> None:
     ood = found["table1"]
     ranked, others = ranking(ood, found["table2"], found["runtime"])
     pairs = list(dict.fromkeys(f"{row['in']} → {row['out']}" for row in ood if row["row"] == "ood"))
-    cuts = f"Preset `{CPU.name}`, with these reductions: {CPU.cuts}.".replace("*", "\\*")
+    cuts = f"Preset `{CPU.name}`, with these differences from the paper: {CPU.cuts}.".replace(
+        "*", "\\*"
+    )
     sections = [section(name, rows) for name, rows in found.items() if rows]
     parts = {
         "ranking": ranking_table(ranked, others, pairs),

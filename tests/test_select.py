@@ -274,16 +274,16 @@ def test_diversity_needs_a_gradient_score(spec: str) -> None:
 
 def test_errors() -> None:
     model, pool = network(), inputs(10)
-    with pytest.raises(qualms.QualmsError, match="k is 0"):
+    with pytest.raises(qualms.QualmsError, match="k=0 is invalid"):
         qualms.select(model, pool, 0)
-    with pytest.raises(qualms.QualmsError, match="k is 11, but the pool has 10 inputs"):
+    with pytest.raises(qualms.QualmsError, match="k is 11, but the pool has only 10 inputs"):
         qualms.select(model, pool, 11)
     for diversity in (0.9, math.inf, math.nan):
-        with pytest.raises(qualms.QualmsError, match="diversity is"):
+        with pytest.raises(qualms.QualmsError, match=r"diversity=.* is invalid"):
             qualms.select(model, pool, 2, diversity=diversity)
     with pytest.raises(qualms.QualmsError, match="L2 distances between gradients, not l1"):
         qualms.select(model, pool, 2, diversity=2, norm="l1")
-    with pytest.raises(qualms.QualmsError, match="the gradients of negrad are zero"):
+    with pytest.raises(qualms.QualmsError, match="the gradients of negrad are all zero"):
         qualms.select(model, pool, 2, "negrad", diversity=2)
     with pytest.raises(qualms.QualmsError, match=r"'regard' .* is not a method"):
         qualms.select(model, pool, 2, "regard")

@@ -1,4 +1,4 @@
-"""From nothing to a picture of what a network does not know, with images that need no file.
+"""The demo: what a network for digits does not know, with bundled images only.
 
 The paper's CNN learns the digits 0 to 6. Test digits of these classes are known to it; the digits 7
 to 9, letters, and patches of photographs are not. All of them are scored by every method that the

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and files that one run has to itself.
+"""Files that are written completely or not at all, and files locked by one run.
 
 Locks are those of `fcntl`, held on the files themselves. Libraries such as filelock lock a second
 file, which stays beside each file of the user.
@@ -27,7 +27,7 @@ MAX_TRIES = 10
 
 @contextmanager
 def explain_write_failure(what: str | Path) -> Iterator[None]:
-    """Raise one sentence for what the disk refuses inside the block, such as a full disk.
+    """Turn write errors inside the block, such as a full disk, into one sentence.
 
     Args:
         what: The file, as its user calls it.
@@ -41,7 +41,7 @@ def explain_write_failure(what: str | Path) -> Iterator[None]:
             raise
         why = os.strerror(cause.errno) if cause.errno else str(cause)
         raise QualmsError(
-            f"{what} cannot be written ({why}); fix that, or choose another path."
+            f"{what} cannot be written ({why}); resolve this, or choose another path."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""The error that qualms raises for anything a user can put right, and the warnings it gives."""
+"""The error that qualms raises for anything a user can fix, and the warnings it issues."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ class SlowWarning(UserWarning):
 class ProbabilitiesWarning(UserWarning):
     """The model's outputs look like probabilities but are scored as logits, so scores are wrong.
 
-    Remove the model's final softmax. If that is impossible, return log-probabilities: softmax(log p)
+    Remove the model's final softmax. If you cannot, return log-probabilities: softmax(log p)
     is p again, and log p has the same gradients. Only scores that read the logits themselves
     (`energy`, `max-logit`, `confounding-label`) differ.
 

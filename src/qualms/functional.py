@@ -158,7 +158,7 @@ def require_options(function: str, options: ScorerOptions) -> None:
 
 
 def _score_all(scorer: Scorer, x: Any, progress: Progress) -> dict[str, Float[Tensor, " b"]]:
-    """The scores alone: the probabilities of a large pool and many classes need not be held."""
+    """The scores alone, without holding the probabilities of a large pool with many classes."""
     parts: list[dict[str, Tensor]] = []
     num_done, line = 0, ProgressLine(progress, _count_inputs(x))
     line.start()

@@ -1,6 +1,4 @@
-"""The parameters of methods and of smoothing: what each may be, and one sentence for a value that
-it may not be.
-"""
+"""The parameters of methods and of smoothing: allowed values, and one sentence for any other."""
 
 import math
 from collections.abc import Callable
@@ -13,18 +11,14 @@ from qualms.errors import QualmsError
 
 @dataclass(frozen=True)
 class Rule:
-    """What a parameter may be, in words, and how a value becomes that: as plain numbers, or a
-    ValueError.
-    """
+    """The allowed values of a parameter, and the conversion, which raises ValueError for others."""
 
     allowed: str
     convert: Callable[[Any], Any]
 
 
 def check_parameters(owner: Any, called: str, **rules: Rule) -> None:
-    """Checks the parameters of a frozen dataclass when it is made, and keeps numpy's numbers as
-    Python's.
-    """
+    """Check the parameters of a frozen dataclass, and convert NumPy numbers to Python's."""
     for parameter, rule in rules.items():
         value = vars(owner)[parameter]
         try:
@@ -37,7 +31,7 @@ def check_parameters(owner: Any, called: str, **rules: Rule) -> None:
 
 
 def whole(least: int) -> Rule:
-    """Whole numbers from `least` on."""
+    """Allow whole numbers from `least` on."""
 
     def convert(value: Any) -> int:
         _require(isinstance(value, Integral) and not isinstance(value, bool))

@@ -1,4 +1,4 @@
-"""Scores at the positions of a model's answers, one input at a time."""
+"""Scores at the positions of a model's predictions, one input at a time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ from qualms.result import Scored, require_names
 
 @dataclass(frozen=True)
 class PositionScorer:
-    """Scores the answers of a model at many positions.
+    """Scores a model's predictions at many positions.
 
     Attributes:
         model_context: the model.
@@ -283,7 +283,7 @@ class PositionScorer:
         for position in self.positions.chosen or ():
             if not -length <= position < length:
                 raise QualmsError(
-                    f"positions= names {position}, but the model answers at {length} positions."
+                    f"positions= includes {position}, but the model predicts at {length} positions."
                 )
             own = sample.own_position(position % length)
             table = PositionTable.of_logits(flat[[own or 0]])
@@ -366,8 +366,8 @@ class PositionScorer:
             wanted = mask if chosen is None else mask.flatten(1)[:, list(chosen)]
             if wanted.shape != shape:
                 raise QualmsError(
-                    f"{name} has the shape {tuple(mask.shape)}, but the model answers at positions "
-                    f"of shape {tuple(shape)}; pass one entry for each position."
+                    f"{name} has shape {tuple(mask.shape)}, but the model predicts at positions of "
+                    f"shape {tuple(shape)}; pass one entry per position."
                 )
             counted &= wanted.to(counted.device)
         return counted

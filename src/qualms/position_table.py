@@ -37,7 +37,7 @@ class PositionTable:
 
     @classmethod
     def of_logits(cls, logits: Float[Tensor, "t c"]) -> "PositionTable":
-        """The most probable classes at each position with their probabilities, and no scores yet."""
+        """The most probable classes at each position with their probabilities; no scores yet."""
         probs: list[Tensor] = []
         classes: list[Tensor] = []
         for block in blocks(*logits.shape):
@@ -120,8 +120,8 @@ def flatten_targets(targets: Int[Tensor, "..."], shape: torch.Size) -> Int[Tenso
     """
     if targets.shape != shape:
         raise QualmsError(
-            f"the targets of an input have the shape {tuple(targets.shape)}, but the model answers "
-            f"at positions of shape {tuple(shape)}; pass one target for each position."
+            f"the targets of an input have shape {tuple(targets.shape)}, but the model predicts at "
+            f"positions of shape {tuple(shape)}; pass one target per position."
         )
     return targets.flatten()
 
@@ -134,7 +134,7 @@ def log_probs_of_targets(
     wrong = targets[(targets != NOWHERE) & ~is_class]
     if len(wrong):
         raise QualmsError(
-            f"a target is {int(wrong[0])}, but there are {logits.shape[1]} classes; count them "
+            f"a target is {int(wrong[0])}, but there are {logits.shape[1]} classes, numbered "
             "from 0."
         )
     parts: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""How the answers of a model at many positions are read: every token of a text, every pixel."""
+"""How a model's predictions at many positions are read: every token of a text, every pixel."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from qualms.methods.at_positions import NOWHERE
 Reduce = str | float | None  # "mean", "max", "sum", or a quantile between 0 and 1
 Spans = Sequence[Sequence[tuple[int, int]]]  # for each input, where its spans start and end
 
-_MANY_POSITIONS = "for models that answer at many positions; pass class_dim=."
+_MANY_POSITIONS = "only for models that predict at many positions; pass class_dim=."
 
 
 def next_tokens(ids: Int[Tensor, "b t"], mask: Tensor | None = None) -> Int[Tensor, "b t"]:
@@ -47,7 +47,7 @@ def next_tokens(ids: Int[Tensor, "b t"], mask: Tensor | None = None) -> Int[Tens
 
 @dataclass(frozen=True)
 class Positions:
-    """How a model's answers are read, and which of them are wanted.
+    """How a model's predictions are read, and which of them are used.
 
     Attributes:
         class_dim: the axis of the classes in the model's logits.
@@ -90,8 +90,8 @@ class Positions:
             return cls(class_dim, reduce, None, ignore_index)
         if not chosen or not all(isinstance(position, int) for position in chosen):
             raise QualmsError(
-                f"positions={list(chosen)!r} is not a list of whole numbers; pass at least one "
-                "position, counted row by row."
+                f"positions={list(chosen)!r} is not a list of whole numbers; pass one or more "
+                "positions, numbered row by row."
             )
         return cls(class_dim, reduce, tuple(chosen), ignore_index)
 
@@ -105,8 +105,8 @@ class Positions:
             return asked or "exact"
         if asked in ("exact", "reference"):
             raise QualmsError(
-                f"engine={asked!r} takes a backward pass for each class at each position; name a "
-                "few of them in positions=, or use engine='sketch'."
+                f"engine={asked!r} takes one backward pass per class and position; name a few "
+                "positions in positions=, or use engine='sketch'."
             )
         if asked is None or asked == "auto":
             return "sketch"
@@ -115,7 +115,7 @@ class Positions:
 
 @dataclass(frozen=True)
 class PositionTargets:
-    """What comes beside the inputs, with one entry for each input.
+    """The arguments that accompany the inputs, with one entry per input.
 
     Attributes:
         mask: which positions count.
@@ -135,7 +135,7 @@ class PositionTargets:
             return
         if self.spans is not None and positions.reduce is None:
             raise QualmsError(
-                "spans need reduce=, to make one number of a span's scores; pass mean, max, sum or a "
+                "spans need reduce=, which combines the scores of a span; pass mean, max, sum or a "
                 "quantile."
             )
         if positions.chosen is None:
@@ -151,7 +151,7 @@ class PositionTargets:
             if entries is not None and len(entries) > inputs:
                 raise QualmsError(
                     f"{name} has {len(entries)} entries, but there are {inputs} inputs; pass one "
-                    "entry for each input."
+                    "entry per input."
                 )
 
     def part(self, start: int, end: int) -> "PositionTargets":
@@ -159,8 +159,8 @@ class PositionTargets:
         for name, entries in self._by_name().items():
             if entries is not None and len(entries) < end:
                 raise QualmsError(
-                    f"{name} has {len(entries)} entries, but there are {end} inputs or more; pass one "
-                    "entry for each input."
+                    f"{name} has {len(entries)} entries, but there are at least {end} inputs; pass "
+                    "one entry per input."
                 )
         mask = targets = spans = None
         if self.mask is not None:
@@ -169,7 +169,7 @@ class PositionTargets:
             targets = torch.as_tensor(self.targets[start:end])
             if targets.is_floating_point():
                 raise QualmsError(
-                    f"targets are {targets.dtype} numbers; pass classes, as whole numbers."
+                    f"targets are {targets.dtype}; pass the classes as whole numbers."
                 )
         if self.spans is not None:
             spans = self.spans[start:end]
@@ -223,21 +223,20 @@ def _require_spans(spans: Spans, values: Float[Tensor, "n ..."]) -> None:
     """Raise an error unless all spans lie within the inputs that have these values."""
     if values.ndim != 2 or len(spans) != len(values):
         raise QualmsError(
-            f"there are spans of {len(spans)} inputs for scores of shape {tuple(values.shape)}; "
-            "pass a list of (start, end) for each text."
+            f"there are spans for {len(spans)} inputs, but scores of shape {tuple(values.shape)}; "
+            "pass one list of (start, end) pairs per text."
         )
     for of_input in spans:
         for span in of_input:
             if len(span) != 2:
                 raise QualmsError(
-                    "a span is not a pair of numbers; pass (start, end) of each, in a list for "
-                    "each text."
+                    "a span is not a pair of numbers; pass one list of (start, end) pairs per text."
                 )
             start, end = span
             if not 0 <= start < end <= values.shape[1]:
                 raise QualmsError(
-                    f"a span goes from {start} to {end} in an input of {values.shape[1]} "
-                    "positions; spans start before they end, within the input."
+                    f"the span from {start} to {end} is invalid for an input of {values.shape[1]} "
+                    "positions; a span must start before it ends, within the input."
                 )
 
 

@@ -28,7 +28,7 @@ class ProgressLine:
 
     @property
     def has_terminal(self) -> bool:
-        """Whether there is a line to print, and a terminal for it."""
+        """Whether there is a line to print, and a terminal to print it on."""
         return self.progress is True and sys.stderr.isatty()
 
     def start(self) -> None:
@@ -46,7 +46,7 @@ class ProgressLine:
             self._print(f"{done}{of} inputs scored{speed}")
 
     def end(self) -> None:
-        """Leave the line as it is, and begin the next one."""
+        """Keep the line as it is, and begin the next one."""
         if self.has_terminal:
             print(file=sys.stderr, flush=True)
 

@@ -20,7 +20,7 @@ _TYPES: dict[str, tuple[type, ...]] = {"tolerance": (int, float), "seed": (int,)
 
 @dataclass(frozen=True)
 class Provenance:
-    """How some scores were computed. Scores computed in another way are on another scale.
+    """How some scores were computed. Scores computed differently are on a different scale.
 
     All but the first two are None for a method that reads the logits alone.
 

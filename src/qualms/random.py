@@ -1,6 +1,4 @@
-"""Random generators whose state follows from the seed and what they are for, not from what ran
-before.
-"""
+"""Random generators whose state depends on the seed and their purpose, not on what ran before."""
 
 import numpy as np
 import torch

@@ -78,7 +78,7 @@ class Scored:
 
     @property
     def predicted_names(self) -> list[Any]:
-        """The name of the most probable class of each input or position; None where it is masked."""
+        """The name of the most probable class of each input or position; None where masked."""
         if self.class_names is None:
             raise QualmsError("the classes have no names; pass class_names= to Scorer.")
         return _name_classes(self.prediction.tolist(), self.class_names)
@@ -88,7 +88,7 @@ class Scored:
         """Which inputs the model can be trusted with: those whose score is within the threshold."""
         if self.threshold is None:
             raise QualmsError(
-                "there is no threshold to accept inputs by; pass threshold= to Scorer."
+                "there is no threshold for accepting inputs; pass threshold= to Scorer."
             )
         return self.threshold.accept(self._first_scores)
 
@@ -140,13 +140,13 @@ class Scored:
         """
         parts = list(parts)
         if not parts:
-            raise QualmsError("there is no Scored to concatenate; pass at least one.")
+            raise QualmsError("the list of Scored to concatenate is empty; pass at least one.")
         first = parts[0]
         for part in parts[1:]:
             if part._kind != first._kind:
                 raise QualmsError(
-                    f"two parts differ in their methods, classes or threshold ({part._kind} and "
-                    f"{first._kind}); concatenate parts of the same scorer."
+                    f"the parts differ in their methods, classes or threshold ({part._kind} and "
+                    f"{first._kind}); concatenate results of the same scorer."
                 )
         ids: list[Any] = []
         notes: dict[str, str] = {}
@@ -173,7 +173,7 @@ class Scored:
 
     @property
     def _kind(self) -> tuple[object, ...]:
-        """What the parts of one whole have in common."""
+        """What all parts of one result have in common."""
         kind = (
             tuple(self.scores),
             self.probs.shape[-1],
@@ -251,8 +251,7 @@ def require_names(names: tuple[str, ...] | None, num_classes: int) -> None:
     """Raise an error if there are names, and not one for each class."""
     if names is not None and len(names) != num_classes:
         raise QualmsError(
-            f"there are {len(names)} class_names and {num_classes} logits; "
-            "pass one name for each class."
+            f"there are {len(names)} class_names but {num_classes} logits; pass one name per class."
         )
 
 
@@ -280,15 +279,15 @@ def _take(tensor: Tensor | None, at: Tensor) -> Tensor | None:
 
 
 def _join(parts: Sequence[Any]) -> Any:
-    """Concatenate tensors, or None each; where second axes differ (tokens), pad the shorter ones."""
+    """Concatenate tensors or Nones; pad where second axes (tokens) differ in length."""
     if parts[0] is None:
         return None
     if len({t.shape[1:] for t in parts}) == 1:
         return torch.cat(list(parts))
     if len({t.shape[2:] for t in parts}) > 1:
         raise QualmsError(
-            f"positions of shapes {tuple(parts[0].shape[1:])} and {tuple(parts[-1].shape[1:])} do "
-            "not fit together; keep them apart, as Scorer.stream does."
+            f"positions of shapes {tuple(parts[0].shape[1:])} and {tuple(parts[-1].shape[1:])} "
+            "cannot be concatenated; keep them separate, as Scorer.stream does."
         )
     longest = max(t.shape[1] for t in parts)
     return torch.cat([_pad(t, longest) for t in parts])
@@ -315,7 +314,7 @@ def _positions_of(index: Any, length: int) -> list[int]:
         is_list = not bool(((found < -length) | (found >= length)).any())
     if not is_mask and not is_list:
         raise QualmsError(
-            f"a Scored of {length} inputs is indexed by a slice, a mask of as many entries, or a "
-            f"list of positions, not by {index!r}; for one input use [3:4] or [[3]]."
+            f"a Scored of {length} inputs cannot be indexed by {index!r}; pass a slice, a mask of "
+            "as many entries or a list of positions, or [3:4] or [[3]] for one input."
         )
     return [int(i) for i in np.arange(length)[found]]

@@ -1,4 +1,4 @@
-"""`Scorer`: a model together with the methods that score its inputs, set up once for all batches."""
+"""`Scorer`: a model with the methods that score its inputs, set up once for all batches."""
 
 import time
 import warnings
@@ -191,7 +191,7 @@ class Scorer:
         targets: Any = None,
         spans: Spans | None = None,
     ) -> Iterator[Scored]:
-        """Score one batch after the other, so that a long run can keep what it has.
+        """Score one batch after the other, so that a long run can save partial results.
 
         Args:
             batches: as `x` of a call.
@@ -207,9 +207,7 @@ class Scorer:
         validate_model(self.model)
         for number in (first, *(numbers or ())):
             if not isinstance(number, int) or number < 0:
-                raise QualmsError(
-                    f"an input has the number {number!r}; pass whole numbers, 0 or more."
-                )
+                raise QualmsError(f"numbers= contains {number!r}; pass whole numbers, 0 or more.")
         position_targets = PositionTargets(mask, targets, spans)
         position_targets.require_use(self._positions)
         end = 0
@@ -227,7 +225,7 @@ class Scorer:
         position_targets.require_all(end)
         if numbers is not None and len(numbers) > end:
             raise QualmsError(
-                f"there are {len(numbers)} numbers for {end} inputs; pass one number for each input."
+                f"there are {len(numbers)} numbers for {end} inputs; pass one number per input."
             )
 
     @property
@@ -270,7 +268,7 @@ class Scorer:
         batch = take_samples(next(batches(x, unwrap_compiled(self.model))), slice(0, 1))
         if self._positions is not None:
             raise QualmsError(
-                "a price is counted for one score per input; leave out class_dim, "
+                "prices are available only for one score per input; leave out class_dim, "
                 "or time the scores of a few inputs."
             )
         with self._open_model(batch) as model_context:
@@ -319,7 +317,7 @@ class Scorer:
 
     @contextmanager
     def _open_model(self, batch: Batch) -> Iterator[ModelContext]:
-        """The model in evaluation mode, with what is known of it; all anew if its weights changed."""
+        """The model in evaluation mode with its cached context; rebuilt if its weights changed."""
         with preserve_state(self.model) as inner:
             state = entry_fingerprint(inner)
             if self._model_state != state:
@@ -338,7 +336,7 @@ class Scorer:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and other processes, which find out anew what holds tensors of a graph."""
+        """State for copies and other processes, without caches that hold tensors of a graph."""
         return {**vars(self), "_cache": PlanCache(), "_method_cache": {}, "_model_state": None}
 
     def _first_method(self) -> Method:
@@ -354,7 +352,7 @@ class Scorer:
         return self.settings.engine == "auto" and isinstance(self._first_method(), GradientScore)
 
     def _runs_exact_engine(self) -> bool:
-        """Whether the exact engine will run the inputs themselves, so that logits can be compared."""
+        """Whether the exact engine runs the inputs themselves, so that logits can be compared."""
         may_be_exact = self.settings.engine_name in ("exact", "auto")
         if may_be_exact and self._gradient_methods():
             return True
@@ -406,9 +404,9 @@ class Scorer:
             return
         spec, self._noise_in_input_units = self._noise_in_input_units[0], ()
         warnings.warn(
-            f"the images range from {low:.3g} to {high:.3g}, so they look normalized; pass pixel_std= "
-            f"(the standard deviation that the pixels were divided by) to have the noise of {spec} "
-            "in pixels, or pixel_std=1 to keep it in these units.",
+            f"the images range from {low:.3g} to {high:.3g}, so they look normalized; pass "
+            "pixel_std= (the standard deviation that the pixels were divided by) to scale the "
+            f"noise of {spec} to pixels from 0 to 1, or pixel_std=1 to keep it in these units.",
             UnitsWarning,
             stacklevel=2,
         )
@@ -417,8 +415,8 @@ class Scorer:
 def _require_numbers(numbers: Sequence[int], num_inputs: int) -> None:
     if len(numbers) < num_inputs:
         raise QualmsError(
-            f"there are {len(numbers)} numbers for {num_inputs} inputs or more; "
-            "pass one number for each input."
+            f"there are {len(numbers)} numbers for at least {num_inputs} inputs; "
+            "pass one number per input."
         )
 
 

@@ -105,22 +105,22 @@ def select(
     features = gradient_features(model, pool, candidates.tolist(), parsed, settings)
     if not bool(features.any()):
         raise QualmsError(
-            f"the gradients of {parsed.name} are zero, so none differ; "
+            f"the gradients of {parsed.name} are all zero, so they do not differ; "
             "use another score for diversity."
         )
     return candidates[k_center(features, k)]
 
 
 def _require_pool(pool: Any, k: int) -> None:
-    """Raise an error if k is no count, or the pool's order changes from one pass to the next."""
+    """Raise an error if k is invalid, or the pool's order changes between passes."""
     if not isinstance(k, int) or k < 1:
-        raise QualmsError(f"k is {k!r}; pass a number of inputs, 1 or more.")
+        raise QualmsError(f"k={k!r} is invalid; pass the number of inputs to select, 1 or more.")
     if isinstance(pool, DataLoader):
         samplers = (pool.sampler, getattr(pool.batch_sampler, "sampler", None))
         if any(isinstance(sampler, SHUFFLING_SAMPLERS) for sampler in samplers):
             raise QualmsError(
                 "the pool's loader shuffles, so indices would not identify inputs; "
-                "make the loader with shuffle=False."
+                "create the loader with shuffle=False."
             )
 
 
@@ -135,7 +135,7 @@ def _require_diversity(diversity: int | float, pool: Any, method: Method, norm: 
     """
     if not isinstance(diversity, (int, float)) or not 1 <= diversity < math.inf:
         raise QualmsError(
-            f"diversity is {diversity}; pass the number of candidates for each pick, 1 or more."
+            f"diversity={diversity} is invalid; pass the number of candidates per pick, 1 or more."
         )
     if isinstance(pool, Iterator):
         raise QualmsError(
@@ -158,7 +158,7 @@ def require_gradients(method: Method) -> None:
 
 def _require_size(k: int, num_inputs: int) -> None:
     if k > num_inputs:
-        raise QualmsError(f"k is {k}, but the pool has {num_inputs} inputs; ask for fewer.")
+        raise QualmsError(f"k is {k}, but the pool has only {num_inputs} inputs; pass a smaller k.")
 
 
 def gradient_features(

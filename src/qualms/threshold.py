@@ -1,6 +1,4 @@
-"""Selective prediction: accept the inputs that the model knows, and defer the others to a person or
-to a better model.
-"""
+"""Selective prediction: accept the inputs that the model knows, and defer the others."""
 
 import hashlib
 import json
@@ -85,7 +83,8 @@ class Threshold:
         s = _as_scores(scores).sort().values
         if not 0 < coverage <= 1:
             raise QualmsError(
-                f"coverage is {coverage}; pass a share of the inputs above 0 and at most 1."
+                f"coverage={coverage} is invalid; pass a fraction of the inputs, above 0 and at "
+                "most 1."
             )
         accepted = max(1, math.ceil(coverage * len(s) - _ROUNDING))
         value, rule = float(s[accepted - 1]), f"coverage {coverage:g}"
@@ -132,12 +131,12 @@ class Threshold:
         right = torch.as_tensor(correct).detach().cpu().flatten().to(torch.bool)
         if len(right) != len(s):
             raise QualmsError(
-                f"there are {len(s)} scores and {len(right)} outcomes; "
-                "pass one outcome for each score."
+                f"there are {len(s)} scores and {len(right)} outcomes; pass one outcome per score."
             )
         if not 0 <= risk < 1:
             raise QualmsError(
-                f"risk is {risk}; pass a share of the accepted inputs from 0 to below 1."
+                f"risk={risk} is invalid; pass a fraction of the accepted inputs, from 0 to below "
+                "1."
             )
         order = s.argsort()
         s, mistakes = s[order], (~right[order]).double().cumsum(0)
@@ -172,8 +171,8 @@ class Threshold:
         """
         if not self.reference:
             raise QualmsError(
-                "the threshold does not hold the scores that it was calibrated on; "
-                "make it with Threshold.from_scores or Threshold.from_labels."
+                "the threshold does not include the scores that it was calibrated on; "
+                "create it with Threshold.from_scores or Threshold.from_labels."
             )
         s = torch.as_tensor(scores).detach().cpu().flatten().double()
         lower = torch.searchsorted(torch.tensor(self.reference, dtype=torch.double), s)
@@ -210,7 +209,7 @@ class Threshold:
             ) from None
         except OSError as error:
             raise QualmsError(
-                f"{path} cannot be read ({error.strerror}); check that it is a file you may read."
+                f"{path} cannot be read ({error.strerror}); check that it is a readable file."
             ) from None
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
             raise QualmsError(
@@ -227,7 +226,7 @@ class Threshold:
         if type(samples) is not int or not 0 <= samples < 2**63:
             raise ValueError("samples is not a count")
         if not isinstance(rule, str) or not rule.isprintable() or not rule.split():
-            raise ValueError("rule is not a text")
+            raise ValueError("rule is not a string")
         reference = tuple(finite_float(score) for score in values.get("reference", ()))
         if list(reference) != sorted(reference):
             raise ValueError("reference is not sorted")
@@ -238,7 +237,7 @@ class Threshold:
 
 
 def _as_scores(scores: Any) -> Float[Tensor, " n"]:
-    """Scores as a flat tensor of doubles: float32 scores must be accepted by a threshold of them."""
+    """Scores as a flat float64 tensor, so that float32 scores pass their own threshold."""
     s = torch.as_tensor(scores).detach().cpu().flatten().double()
     if len(s) == 0 or not bool(torch.isfinite(s).all()):
         raise QualmsError(
@@ -295,8 +294,8 @@ def _certified_limit(
     """
     if not 0 < risk < 1 or not 0 < confidence < 1:
         raise QualmsError(
-            f"risk is {risk} and confidence {confidence}; "
-            "with a confidence, both are above 0 and below 1."
+            f"risk={risk} with confidence={confidence} is invalid; both must be above 0 and below "
+            "1."
         )
     promise = (
         f"at most {100 * risk:g} % wrong among the accepted at confidence {100 * confidence:g} %"
@@ -304,7 +303,7 @@ def _certified_limit(
     n, needed = len(s), least_inputs(risk, confidence) + 1
     if n < needed:
         raise QualmsError(
-            f"{promise} takes {needed} labeled inputs, even if none of them is wrong, "
+            f"{promise} requires {needed} labeled inputs, even if none of them is wrong, "
             f"but there are only {n}; add {needed - n}, or allow more risk."
         )
     ranks = _ranks_to_try(n, risk, confidence)
@@ -321,7 +320,7 @@ def _certified_limit(
 
 
 def _ranks_to_try(n: int, risk: float, confidence: float) -> list[int]:
-    """The ranks of as many coverages as n inputs can decide about; labels play no part in it."""
+    """The ranks of as many coverages as n inputs can decide on; labels are not used."""
     ranks = [math.floor(share * n + _ROUNDING) for share in COVERAGES]
     enough = 0
     for tried, rank in enumerate(ranks, 1):
@@ -333,7 +332,7 @@ def _ranks_to_try(n: int, risk: float, confidence: float) -> list[int]:
 def _explain_missing_labels(
     candidates: list[_Candidate], n: int, risk: float, chance: float
 ) -> str:
-    """Why no candidate keeps the promise, and how many labels it would take about.
+    """Why no candidate keeps the promise, and about how many labels it would take.
 
     Args:
         candidates: all of those that were tried.
@@ -348,7 +347,8 @@ def _explain_missing_labels(
     )
     if best is None:
         return (
-            "cannot be guaranteed: the most certain inputs all have one score; use another method."
+            "cannot be guaranteed: the most certain inputs all have the same score; "
+            "use another method."
         )
     rate = best.wrong / best.accepted
     if rate >= risk:
@@ -362,6 +362,7 @@ def _explain_missing_labels(
     variance = risk * (1 - risk)
     more = max(1.2, deviations**2 * variance / (risk - rate) ** 2 / best.accepted)
     return (
-        f"takes about {float(f'{n * more:.1e}'):.0f} labeled inputs, as {best.wrong} of the "
-        f"{best.accepted} most certain are wrong, but there are only {n}; add more, or allow more risk."
+        f"requires about {float(f'{n * more:.1e}'):.0f} labeled inputs, as {best.wrong} of the "
+        f"{best.accepted} most certain are wrong, but there are only {n}; add more, or "
+        "allow more risk."
     )

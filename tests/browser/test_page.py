@@ -205,7 +205,7 @@ def test_methods_that_are_not_for_use_unfold(opened: Open) -> None:
     page.keyboard.press("Enter")
     assert row.is_visible()
     assert page.locator("#unfold").get_attribute("aria-expanded") == "true"
-    assert page.locator("#unfold").inner_text() == "Hide 1 not for use"
+    assert page.locator("#unfold").inner_text() == "Hide 1 more"
 
 
 def test_the_table_sorts_by_any_column(opened: Open) -> None:

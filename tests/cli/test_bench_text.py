@@ -86,7 +86,7 @@ def test_it_prints_a_line_for_each_method_and_keeps_the_rows(
             ("--id", "known.txt", "--ood", "short.txt", "--window", "30"),
             "no document of short has 30 tokens",
         ),
-        (("--id", "known.txt", "--ood", "other.txt", "--window", "40"), "reads 32 tokens at most"),
+        (("--id", "known.txt", "--ood", "other.txt", "--window", "40"), "reads at most 32 tokens"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_sentence(

@@ -31,7 +31,7 @@ def test_training_prints_the_accuracy_and_writes_the_weights(
     assert run(monkeypatch, "train", "digits", "--epochs", "2", "--count", "300") == 0
     out = capsys.readouterr().out
     assert re.match(
-        r"digits-cnn on digits: accuracy \d+\.\d\d % of 360 test images after epoch [12] of 2", out
+        r"digits-cnn on digits: accuracy \d+\.\d\d % on 360 test images after epoch [12] of 2", out
     )
     assert (
         torch.load(data_here / "runs" / "digits-digits-cnn-seed0.pt", weights_only=True)["network"]
@@ -67,7 +67,7 @@ def test_bench_ood_prints_a_row_for_each_method_and_keeps_them(
     assert "digits → noise: 40 and 40 images" in out
     assert re.search(r"\| regrad\+layers\(0\.2\) \| \d+\.\d\d \[", out)
     assert "- digits-cnn: " in out
-    assert "- mc-dropout: the model has no dropout layer" in out
+    assert "- mc-dropout: mc-dropout needs a dropout layer" in out
     before = (data_here / "rows.jsonl").read_bytes()
     assert run(monkeypatch, *command, *more, "--json") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -168,7 +168,7 @@ def test_bench_calibration_and_runtime_and_ablation_and_active_run(
             ("bench", "active", "--id", "digits", "--methods", "entropy", "--diversity", "2"),
             "needs a gradient score",
         ),
-        (("reproduce", "table1"), "nothing of table1 can be computed: "),
+        (("reproduce", "table1"), "no part of table1 can be computed: "),
         (("reproduce", "table9"), "there is no table 'table9'"),
         (("reproduce", "table1", "--preset", "gpu"), "there is no preset 'gpu'"),
         (("train", "omniglot"), "there is no recipe for 'omniglot'"),
@@ -400,7 +400,7 @@ def test_a_defect_is_told_in_one_sentence_too(
     assert run(monkeypatch, "methods") == 3
     assert (
         capsys.readouterr().err
-        == "qualms: something went wrong, RuntimeError: a nut; --debug shows where.\n"
+        == "qualms: an unexpected error occurred, RuntimeError: a nut; pass --debug to see where.\n"
     )
     assert run(monkeypatch, "methods", "--no-such-option") == 2
 

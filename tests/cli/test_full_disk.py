@@ -322,7 +322,7 @@ def test_shards_that_go_while_others_come_are_missed(
     monkeypatch.setattr(ImageScorer, "score", lost)
     assert run(monkeypatch, *COMMANDS["score to shards"]) == 1
     assert (
-        "has lost shards while it was filled; run the same command again."
+        "lost shards while it was being filled; run the same command again."
         in capsys.readouterr().err
     )
     assert run(monkeypatch, *COMMANDS["score to shards"]) == 0

@@ -59,7 +59,7 @@ def test_another_size_than_the_networks_is_fitted_and_told(
     pictures(weights_here / "mine", 2, 224, 224)
     pictures(weights_here / "mine", 1, 40, 60)
     assert score(monkeypatch, "mine", *ZOO_NET) == 0
-    told = "3 images of 60 x 40 to 224 x 224 pixels were resized to 8 x 8 (bilinear), as digits-cnn takes them"
+    told = "3 images of 60 x 40 to 224 x 224 pixels were resized to 8 x 8 (bilinear), as digits-cnn expects"
     assert told in capsys.readouterr().err
     assert len(ids(weights_here / "scores.csv")) == 3
 
@@ -79,7 +79,7 @@ def test_a_size_that_nobody_knows_is_refused_and_given_by_an_option(
     assert score(monkeypatch, "mine", *fixed) == 1
     err = capsys.readouterr().err
     assert "fixed_size:net does not take images of 32 x 24 pixels (" in err
-    assert "pass --size, the one that it was trained on" in err
+    assert "pass --size, the size it was trained on" in err
     assert score(monkeypatch, "mine", *fixed, "--size", "16") == 0
     assert (
         "2 images of 32 x 24 pixels were resized to 16 x 16 (bilinear), as --size says"
@@ -138,7 +138,7 @@ def test_a_folder_called_like_a_dataset_has_no_published_network(
     assert run(monkeypatch, *command) == 1
     assert "no published network for 'digits'; name one with --model" in capsys.readouterr().err
     assert run(monkeypatch, *command, "--model", "digits-cnn", "--out", "a.jsonl") == 1
-    assert "the normalization of digits-cnn's inputs is not known" in capsys.readouterr().err
+    assert "the input normalization of digits-cnn is unknown" in capsys.readouterr().err
     assert (
         run(monkeypatch, *command, "--model", "digits-cnn", *NORMAL, "--out", "a.jsonl", "--json")
         == 0
@@ -218,13 +218,13 @@ def test_bench_leaves_unreadable_files_out_and_says_so(
         (("--model", "weights.pt"), "name the network and pass --weights 'weights.pt'"),
         (
             (*ZOO_NET, "--classes", "7"),
-            "weights.pt does not fit digits-cnn: 2 keys of another shape",
+            "weights.pt does not fit digits-cnn: 2 keys with a different shape",
         ),
-        ((*ZOO_NET, "--classes", "7"), "pass --classes as it was trained"),
+        ((*ZOO_NET, "--classes", "7"), "pass --classes, the number"),
         (("--model", "cnn-32", "--weights", "weights.pt"), "weights.pt does not fit cnn-32"),
         (
             ("--model", "digits-cnn", "--weights", "other.pt"),
-            "other.pt holds no tensors by name, only 'epoch', 'stuff'",
+            "other.pt contains no named tensors, only 'epoch', 'stuff'",
         ),
         (("--model", "digits-cnn", "--weights", "none.pt"), "there is no checkpoint file none.pt"),
         (
@@ -261,7 +261,7 @@ def test_a_dataset_is_trained_on_beside_a_folder_of_its_name(
 ) -> None:
     pictures(weights_here / "digits", 1)
     assert run(monkeypatch, "train", "digits", "--epochs", "1", "--count", "100") == 0
-    assert f"of {len(load('data:digits'))} test images" in capsys.readouterr().out
+    assert f"on {len(load('data:digits'))} test images" in capsys.readouterr().out
 
 
 def test_methods_fit_a_terminal_of_80_columns(

@@ -123,7 +123,7 @@ def test_a_table_has_the_format_of_its_name_and_json_goes_beside_it(
         (("--out", "there.csv"), "there.csv already exists; pass --overwrite"),
         (("--out", "mine.csv"), "mine.rejected.csv already exists; pass --overwrite"),
         (("--methods", "entropy,laplace"), "laplace needs training data; pass --train"),
-        (("--methods", "ensemble"), "ensemble needs several models, and this command has one"),
+        (("--methods", "ensemble"), "ensemble needs several models, but this command loads one"),
         (("--methods", "regard"), "did you mean regrad"),
         (("--device", "cud"), "device 'cud' is not available"),
         (("--threshold", "none.json"), "there is no threshold file at none.json"),
@@ -131,17 +131,20 @@ def test_a_table_has_the_format_of_its_name_and_json_goes_beside_it(
         (("--threshold", "t.json", "--coverage", "0.9"), "leave out --reference and --coverage"),
         (("--coverage", "0.9"), "name its images with --reference"),
         (("--coverage", "95", "--reference", "known"), "--coverage is 95; pass a share"),
-        (("--out", "shards/", "--overwrite"), "--overwrite and --json are for one table"),
+        (("--out", "shards/", "--overwrite"), "--overwrite and --json do not apply to shards"),
         (
             ("--out", "known/"),
             "known holds 00.png but no manifest.json; choose an empty or new folder",
         ),
         (("--out", "there.csv/"), "there.csv cannot be written (File exists)"),
-        (("--shard-size", "4"), "are for shards; end --out with a /"),
-        (("--runner", "ray"), "are for shards; end --out with a /"),
-        (("--tolerance", "1"), "--tolerance is 1; pass a number from 0"),
+        (("--shard-size", "4"), "apply only to shards; end --out with a /"),
+        (("--runner", "ray"), "apply only to shards; end --out with a /"),
+        (("--tolerance", "1"), "--tolerance is 1; pass a number of at least 0"),
         (("--tolerance", "nan"), "--tolerance is nan; pass a number"),
-        (("--out", "many/", "--workers", "2"), "--workers and --ray-address are for --runner ray"),
+        (
+            ("--out", "many/", "--workers", "2"),
+            "--workers and --ray-address apply only to --runner ray",
+        ),
     ],
 )
 def test_what_cannot_end_well_is_told_before_the_work(
@@ -199,7 +202,7 @@ def test_training_images_are_given_by_an_option_and_are_not_those_to_be_scored(
         [float(row["score_laplace"]) for row in rows(here / "scores.csv")], want, rtol=1e-3
     )
     assert run(monkeypatch, *command, "--train", "pictures", "--overwrite") == 1
-    assert "--train names the images of pictures/ (folder) themselves" in capsys.readouterr().err
+    assert "--train names the very images to score (pictures/ (folder))" in capsys.readouterr().err
 
 
 # The decision.

@@ -87,7 +87,7 @@ def test_what_differs_is_told(
     [
         (
             ("--methods", "knn", "--train", "./pictures"),
-            "--train names the images of pictures themselves",
+            "--train names the very images to score (pictures)",
         ),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_folder_with_a_text_that_cannot_be_read_is_a_page_about_the_others(
             ("story.txt", *OWN, "--engine", "exact"),
             "--engine exact would take one pass per class and token",
         ),
-        (("story.txt", *OWN, "--methods", "heat"), "heat scores whole inputs, not every position"),
+        (("story.txt", *OWN, "--methods", "heat"), "heat cannot score single positions"),
         (
             ("story.txt", *OWN, "--out", "story.txt/page.html"),
             "story.txt/page.html cannot be written",

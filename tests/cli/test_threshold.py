@@ -87,7 +87,7 @@ def test_a_file_is_shown_in_words(
     assert json.loads(capsys.readouterr().out)["provenance"]["method"] == "MSP()"
     Threshold(1.5, 0, "given").save(labeled_here / "old.json")
     assert run(monkeypatch, "threshold", "old.json") == 0
-    assert "It does not record which method and network" in capsys.readouterr().out
+    assert "It does not record its method and network" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_a_file_is_shown_in_words(
     [
         ((), "--model is missing"),
         (own("--risk", "0.1", "--coverage", "0.9"), "pass one of them"),
-        (own("--confidence", "0.9"), "pass --risk with it"),
+        (own("--confidence", "0.9"), "pass --risk too"),
         (own("--risk", "1"), "--risk is 1; pass a share"),
-        (own("--method", "msp,gen"), "a threshold is for one method, and --method names 2"),
+        (own("--method", "msp,gen"), "a threshold is for one method, but --method names 2"),
         (own("--out", "weights.pt/t.json"), "--out weights.pt/t.json cannot be written"),
     ],
 )

@@ -94,7 +94,7 @@ def test_lines_that_cannot_be_read_are_listed_and_the_rest_is_scored(
     assert "; 1 could not be read: out/scores.rejected.csv\nmost uncertain by regrad: " in told.out
     assert '  1 could not be read (line 2 is without a string "text")\n' in told.err
     assert rows(texts_here / "out" / "scores.rejected.csv") == [
-        {"id": "line 2", "reason": 'without a string "text"'}
+        {"id": "line 2", "reason": 'without a string in "text"'}
     ]
     assert run(monkeypatch, "score", "texts.jsonl", *own("--strict")) == 1
     assert "line 2 of texts.jsonl is without a string" in capsys.readouterr().err
@@ -226,7 +226,7 @@ def test_the_worst_span_is_told_with_its_document(
         (("--out", "shards/"), "--tokens writes one table; name a file in --out."),
         (("--out", "scores.xlsx"), "--out scores.xlsx; name a .csv, .parquet or .jsonl file"),
         (("--out", "story.csv"), "story.csv already exists; pass --overwrite"),
-        (("--methods", "heat"), "heat scores whole inputs, not every position"),
+        (("--methods", "heat"), "heat cannot score single positions"),
         (("--methods", ""), "--methods names no method"),
         (("--device", "cud"), "device 'cud' is not available"),
     ],
@@ -253,7 +253,8 @@ def test_what_is_said_of_texts_needs_tokens(
     for words in (("--generate", "3"), ("--tangents", "8")):
         assert run(monkeypatch, "score", "photos", "--model", "digits-cnn", *words) == 1
         assert (
-            "--generate and --tangents are for texts; pass --tokens too" in capsys.readouterr().err
+            "--generate and --tangents apply only to texts; pass --tokens too"
+            in capsys.readouterr().err
         )
 
 
@@ -272,7 +273,7 @@ def test_models_and_texts_that_are_not_there_are_told(
         (
             "story.txt",
             *own("--generate", "31"),
-        ): "31 new tokens cannot be written; choose from 1 to 30.",
+        ): "cannot write 31 new tokens; choose from 1 to 30.",
     }.items():
         assert run(monkeypatch, "score", *words) == 1
         assert told in capsys.readouterr().err

@@ -120,7 +120,7 @@ def test_the_demo_writes_a_page_and_a_table(
     rows = {line.split("|")[1].strip(): line for line in out.splitlines() if line.startswith("| ")}
     left_out = {"mc-dropout", "mc-batchnorm"}
     assert {method.name for method in qualms.list_methods()} - left_out <= set(rows)
-    assert "- mc-dropout: the model has no dropout layer" in out
+    assert "- mc-dropout: mc-dropout needs a dropout layer" in out
     known_well = float(rows["regrad+layers+smooth"].split("|")[2].split("/")[0])
     assert known_well > 80
     page = here / "demo" / "report.html"

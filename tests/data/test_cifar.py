@@ -191,7 +191,7 @@ def attacks(marker: Path) -> dict[str, tuple[Any, str]]:
         "an array of text": (np.array(["a"]), "type 'U1'"),
         "a scalar of objects": (scalar(np.dtype(object), pickle.dumps(evil)), "type 'O8'"),
         "a scalar without a type": (scalar("u1", b"a"), "other than numbers"),
-        "an array of another class": (reconstruct(np.dtype), "class of its own"),
+        "an array of another class": (reconstruct(np.dtype), "custom class"),
         "an array of a class that runs": (reconstruct(np.memmap), "numpy.*memmap"),
         "an array of a called class": (reconstruct(evil), "system"),
         "other codecs": (
@@ -271,16 +271,18 @@ def test_what_is_not_cifar_is_named(tmp_path: Path) -> None:
     assert "truncated or not a pickle" in message(pickle.dumps(cifar_dict())[:-30])
     assert "truncated or not a pickle" in message(b"")
     assert "truncated or not a pickle" in message(b"hello")
-    assert "holds no dictionary" in message([1])
-    assert "no bytes of shape (n, 3072)" in message(cifar_dict() | {"data": rows[:, 1:]})
-    assert "no bytes of shape (n, 3072)" in message(cifar_dict() | {"data": rows.astype(float)})
-    assert "no bytes of shape (n, 3072)" in message({"labels": LABELS})
+    assert "does not contain a dictionary" in message([1])
+    assert "no uint8 array of shape (n, 3072)" in message(cifar_dict() | {"data": rows[:, 1:]})
+    assert "no uint8 array of shape (n, 3072)" in message(
+        cifar_dict() | {"data": rows.astype(float)}
+    )
+    assert "no uint8 array of shape (n, 3072)" in message({"labels": LABELS})
     assert "under 'labels'" in message({"data": rows})
     assert "under 'labels'" in message(cifar_dict() | {"labels": ["a", "b", "c"]})
     assert "under 'labels'" in message(cifar_dict() | {"labels": [2**70, 1, 1]})
     assert "float64 of shape (3,)" in message(cifar_dict() | {"labels": np.array([0.0, 1.0, 2.0])})
-    assert "3 images and 2 labels" in message(cifar_dict() | {"labels": [1, 2]})
-    assert "from 0 to 10, and classes are numbered 0 to 9" in message(
+    assert "3 images but 2 labels" in message(cifar_dict() | {"labels": [1, 2]})
+    assert "from 0 to 10, but classes are numbered 0 to 9" in message(
         cifar_dict() | {"labels": [0, 10, 1]}
     )
     assert "from -1 to 2" in message(cifar_dict() | {"labels": [0, -1, 2]})

@@ -105,7 +105,8 @@ def test_an_image_cannot_claim_more_pixels_than_its_bytes_can_hold(kind: str, pl
         "<ii" if kind == "BMP" else "<HH", 12000, 12000
     )
     with pytest.raises(
-        Unreadable, match="a is too large for its length: its header claims 144,000,000 pixels in "
+        Unreadable,
+        match="a is too large for its file size: its header claims 144,000,000 pixels in ",
     ):
         decode_image(bytes(content), "a")
 
@@ -138,7 +139,7 @@ def test_strange_escapes_in_a_pickle_warn_nobody(tmp_path: Path) -> None:
     layouts.write_cifar10(tmp_path, b"S'\\E'\n.")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(qualms.QualmsError, match="holds no dictionary"):
+        with pytest.raises(qualms.QualmsError, match="does not contain a dictionary"):
             load("cifar10", tmp_path)
 
 
@@ -166,7 +167,7 @@ def test_a_checkpoint_cannot_claim_more_than_its_file_holds(
     at = content.rindex(b"PK\x01\x02") + 24  # the length of the last entry, in the list at the end
     content[at : at + 4] = struct.pack("<I", 2**31)
     (tmp_path / "a.pt").write_bytes(content)
-    with pytest.raises(qualms.QualmsError, match=r"claims 2147483648 bytes of \d+"):
+    with pytest.raises(qualms.QualmsError, match=r"claims 2147483648 bytes, unpacked from \d+"):
         read_state(tmp_path / "a.pt")
 
 
@@ -184,7 +185,7 @@ def test_a_checkpoint_in_the_old_format_cannot_claim_more_than_its_file_holds(
     with pytest.raises(qualms.QualmsError, match=r"claims 2147483647 numbers in \d+ bytes"):
         read_state(path)
     path.write_bytes(pickle.dumps(1) + b"X\xff\xff\xff\x7f")
-    with pytest.raises(qualms.QualmsError, match="damaged or no checkpoint"):
+    with pytest.raises(qualms.QualmsError, match="damaged or not a torch checkpoint"):
         read_state(path)
 
 
@@ -274,11 +275,11 @@ def test_shards_that_are_damaged_are_named(tmp_path: Path) -> None:
         ):
             read_it(tmp_path)
     _write(shard, {"id": ["a"], "accepted": ["yes"]})
-    with pytest.raises(qualms.QualmsError, match="is not all yes or no"):
+    with pytest.raises(qualms.QualmsError, match=r"values other than true and false"):
         finished(tmp_path)
     shard.unlink()
     _write(tmp_path / "list.parquet", {"id": [1], "reason": [None]})
-    with pytest.raises(qualms.QualmsError, match=r"list of .* that could not be read"):
+    with pytest.raises(qualms.QualmsError, match=r"not a valid list of rejected images"):
         rejected_in(tmp_path)
 
 

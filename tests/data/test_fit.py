@@ -106,9 +106,9 @@ def test_a_long_network_gets_a_long_middle() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(qualms.QualmsError, match="every side takes 1 to"):
+    with pytest.raises(qualms.QualmsError, match="each side must be 1 to"):
         ImageTransform((0, 4))
-    with pytest.raises(qualms.QualmsError, match="no 8 x 8 can be cropped from 6 x 6 pixels"):
+    with pytest.raises(qualms.QualmsError, match="cannot crop 8 x 8 from 6 x 6 pixels"):
         ImageTransform((8, 8), (6, 6))
     with pytest.raises(qualms.QualmsError, match="cannot have 4 channels"):
         ImageTransform((8, 8), channels=4)

@@ -71,7 +71,7 @@ def test_the_folder_of_the_split_is_used(test: str, tmp_path: Path) -> None:
 def test_the_other_split_is_no_class(tmp_path: Path) -> None:
     put(tmp_path / "set" / "train" / "cat" / "a.png", plain(1))
     with pytest.raises(
-        qualms.QualmsError, match="has the folders train and none for the split test"
+        qualms.QualmsError, match="has the folders train, but none for the split test"
     ):
         load("set", tmp_path)
 
@@ -88,7 +88,7 @@ def test_images_of_several_sizes_need_a_size(tmp_path: Path) -> None:
     put(tmp_path / "flat" / "a.png", plain(1, 4, 6))
     put(tmp_path / "flat" / "b.png", plain(2, 5, 5))
     with pytest.raises(
-        qualms.QualmsError, match=r"a\.png is 6 x 4 and b\.png is 5 x 5; pass size="
+        qualms.QualmsError, match=r"a\.png is 6 x 4, but b\.png is 5 x 5; pass size="
     ):
         load("flat", tmp_path)
     found = load("flat", tmp_path, size=3)
@@ -116,13 +116,13 @@ def test_errors(tmp_path: Path) -> None:
         ):
             load("things", tmp_path)
     file.unlink()
-    with pytest.raises(qualms.QualmsError, match=r"class folder .*class3 holds no images"):
+    with pytest.raises(qualms.QualmsError, match=r"class folder .*class3 has no images"):
         load("things", tmp_path)
     put(tmp_path / "things" / "loose.png", plain(1))
     with pytest.raises(
-        qualms.QualmsError, match=r"both loose \(loose\.png\) and in folders \(class0\)"
+        qualms.QualmsError, match=r"both images \(loose\.png\) and class folders \(class0\)"
     ):
         load("things", tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(qualms.QualmsError, match="empty holds no images"):
+    with pytest.raises(qualms.QualmsError, match="empty contains no images"):
         load("empty", tmp_path)

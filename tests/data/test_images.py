@@ -105,7 +105,7 @@ def test_a_fingerprint_changes_with_pixels_labels_and_shape() -> None:
 def test_errors() -> None:
     with pytest.raises(qualms.QualmsError, match="a subset of 0 images of some"):
         images().subset(0)
-    with pytest.raises(qualms.QualmsError, match="some cannot go from 3 channels to 2"):
+    with pytest.raises(qualms.QualmsError, match="some cannot be converted from 3 channels to 2"):
         images().convert(2, 8)
     with pytest.raises(qualms.QualmsError, match="resized to 0 pixels"):
         images().convert(3, 0)

@@ -201,7 +201,9 @@ def test_a_path_beats_a_name_which_a_prefix_brings_back(
     assert load("data:photos").source == "bundled with scikit-learn"
     square(tmp_path / "data" / "letters", 4)
     assert load("letters").source == "data/letters/ (folder)"
-    with pytest.raises(qualms.QualmsError, match="there is no dataset 'photo'; there are mnist"):
+    with pytest.raises(
+        qualms.QualmsError, match="there is no dataset 'photo'; choose one of mnist"
+    ):
         load("data:photo")
 
 
@@ -232,6 +234,6 @@ def test_the_folder_of_a_datasets_own_files_is_the_dataset(
     (tmp_path / "data" / "digits").mkdir()
     with pytest.raises(
         qualms.QualmsError,
-        match=r"digits holds no images; .*; the dataset of that name is data:digits",
+        match=r"digits contains no images; .*; for the dataset of that name, use data:digits",
     ):
         load("digits")

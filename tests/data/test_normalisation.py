@@ -30,7 +30,7 @@ def test_noise_in_model_units_is_that_noise_on_the_pixels() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(qualms.QualmsError, match="2 means and 1 deviations"):
+    with pytest.raises(qualms.QualmsError, match="2 means and 1 standard deviations"):
         Normalization((0.0, 0.0), (1.0,))
     with pytest.raises(qualms.QualmsError, match="0 means"):
         Normalization((), ())
@@ -39,6 +39,6 @@ def test_errors() -> None:
     with pytest.raises(qualms.QualmsError, match="must be above 0"):
         Normalization((0.0,), (float("nan"),))
     with pytest.raises(
-        qualms.QualmsError, match=r"1 channels and the normalization 3.*convert\(3, size\)"
+        qualms.QualmsError, match=r"1 channels, but the normalization has 3.*convert\(3, size\)"
     ):
         Normalization((0.0,) * 3, (1.0,) * 3).apply(torch.zeros(1, 1, 2, 2, dtype=torch.uint8))

@@ -62,6 +62,6 @@ def test_errors(tmp_path: Path) -> None:
         load("omniglot", tmp_path)
     (tmp_path / "images_background").mkdir()
     with pytest.raises(
-        qualms.QualmsError, match=r"images_background holds no ALPHABET/characterNN/\*\.png"
+        qualms.QualmsError, match=r"images_background contains no ALPHABET/characterNN/\*\.png"
     ):
         load("omniglot", tmp_path, "train")

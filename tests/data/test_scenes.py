@@ -71,10 +71,10 @@ def test_held_out_digits_are_never_among_the_known_and_letters_like_digits_never
 def test_what_cannot_be_made_is_told() -> None:
     with pytest.raises(
         qualms.QualmsError,
-        match="0 scenes of split 'test' with unknown objects None cannot be made",
+        match="cannot make 0 scenes of split 'test' with unknown objects None",
     ):
         scenes(0)
     with pytest.raises(qualms.QualmsError, match="None or one of digits, letters, photos"):
         scenes(1, "test", "cats")
-    with pytest.raises(qualms.QualmsError, match="a split train or test"):
+    with pytest.raises(qualms.QualmsError, match="the split train or test"):
         scenes(1, "validation")

@@ -89,9 +89,9 @@ def test_a_table_has_a_document_in_each_row() -> None:
 
 BAD = {
     "{": "not JSON (JSONDecodeError)",
-    "[1]": 'no object with a "text"',
-    '{"txt": "A"}': 'without a string "text"',
-    '{"text": 3}': 'without a string "text"',
+    "[1]": 'not an object with the key "text"',
+    '{"txt": "A"}': 'without a string in "text"',
+    '{"text": 3}': 'without a string in "text"',
     '{"text": " \\n"}': "empty",
     '{"text": "\\ud83d"}': "written in invalid Unicode (lone surrogates)",
 }
@@ -143,14 +143,12 @@ def test_what_holds_no_text_is_told(workdir: Path) -> None:
     (workdir / "cut.parquet").write_bytes(b"PAR1")
     assert refused("empty.txt", strict=False) == "empty.txt is empty; replace or remove it."
     assert refused("nothing").startswith(
-        "nothing holds no texts; give a .txt, .jsonl or .parquet file, or a folder"
+        "nothing contains no texts; pass a .txt, .jsonl or .parquet file, or a folder"
     )
-    assert refused("nothing.jsonl").startswith("nothing.jsonl holds no texts; give a .txt")
-    assert refused("page.md").startswith(
-        "page.md is not among the texts that can be read; give a .txt"
-    )
+    assert refused("nothing.jsonl").startswith("nothing.jsonl contains no texts; pass a .txt")
+    assert refused("page.md").startswith("page.md is not a readable kind of text; pass a .txt")
     assert refused("nowhere.txt").startswith(
-        "there is no nowhere.txt in the working directory or data; give a .txt"
+        "there is no nowhere.txt in the working directory or data; pass a .txt"
     )
     assert "cut.parquet is truncated or not a parquet file" in refused("cut.parquet")
     assert "texts.parquet has the columns image, label, but no column text" in refused(
@@ -158,7 +156,7 @@ def test_what_holds_no_text_is_told(workdir: Path) -> None:
     )
     assert (
         refused(table(text=[3]))
-        == 'row 0 of texts.parquet is without a string "text"; replace or remove it.'
+        == 'row 0 of texts.parquet is without a string in "text"; replace or remove it.'
     )
 
 

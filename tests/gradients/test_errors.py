@@ -34,11 +34,11 @@ WRONG: dict[str, tuple[nn.Module, Any, dict[str, Any], str]] = {
     "empty batch": (LINEAR, torch.zeros(0, 4), {}, "empty batch"),
     "no batches": (LINEAR, [], {}, "no batch"),
     "nan input": (LINEAR, torch.tensor([[0.0] * 4, [float("nan")] * 4]), {}, "input 1 of x .* NaN"),
-    "nan logits": (Returns(lambda z: z / 0 - z / 0), X, {}, "logits of input 0 .* NaN or infinite"),
-    "infinite logits": (Returns(lambda z: z * float("inf")), X, {}, "NaN or infinite"),
+    "nan logits": (Returns(lambda z: z / 0 - z / 0), X, {}, "logits of input 0 .* NaN or infinity"),
+    "infinite logits": (Returns(lambda z: z * float("inf")), X, {}, "NaN or infinity"),
     "no logits": (Returns(lambda z: "a label"), X, {}, "returns a str without logits"),
     "labels, not logits": (Returns(lambda z: z.argmax(1)), X, {}, "without logits"),
-    "one logit": (Returns(lambda z: z[:, :1]), X, {}, r"shape \(1, 1\) .* two classes"),
+    "one logit": (Returns(lambda z: z[:, :1]), X, {}, r"shape \(1, 1\) .* two or more classes"),
     "logits per token": (Returns(lambda z: z[:, None]), X, {}, r"shape \(1, 1, 3\)"),
     "no parameter selected": (
         LINEAR,
@@ -55,8 +55,8 @@ WRONG: dict[str, tuple[nn.Module, Any, dict[str, Any], str]] = {
     ),
     "wrong shape": (LINEAR, torch.randn(2, 5), {}, r"does not accept x of \(1, 5\) float32: .*"),
     "wrong dtype": (LINEAR, X.double(), {}, r"does not accept x of \(1, 4\) float64"),
-    "other device": (LINEAR, X.to("meta"), {}, "parameters are on cpu and x is on meta"),
-    "no path": (Returns(lambda z: z.detach()), X, {}, "do not depend on any parameter"),
+    "other device": (LINEAR, X.to("meta"), {}, "parameters are on cpu, but x is on meta"),
+    "no path": (Returns(lambda z: z.detach()), X, {}, "do not depend differentiably"),
     "in place": (
         Returns(lambda z: z.sigmoid().mul_(2) * z.tanh().add_(1)),
         X,
@@ -130,7 +130,7 @@ def test_a_parameter_that_takes_no_part_is_left_out() -> None:
     for engine in ("exact", "reference"):
         g = qualms.class_gradient_norms(model, torch.randn(2, 3, 4, 4), engine=engine)
         assert g.layers == ["1", "3", "5"]
-    with pytest.raises(qualms.QualmsError, match="none of the selected parameters takes part"):
+    with pytest.raises(qualms.QualmsError, match="uses none of the selected parameters"):
         qualms.class_gradient_norms(model, torch.randn(2, 3, 4, 4), params="spare")
 
 

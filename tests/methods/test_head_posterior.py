@@ -153,7 +153,7 @@ def test_kron_is_full_when_all_probabilities_are_equal(bias: bool) -> None:
     h, logits, weight, b = random_head(100, 4, 6)
     h = h - h.mean(
         0
-    )  # otherwise the weight and the bias are not independent, as kron takes them to be
+    )  # otherwise the weight and the bias are not independent, as kron expects to be
     same = logits[:1].expand_as(logits)
     full, kron = (fit_head([(h, same)], weight, b if bias else None, structure=s) for s in BOTH)
     torch.testing.assert_close(
@@ -238,9 +238,9 @@ def test_the_posterior_keeps_the_head_it_was_fitted_to() -> None:
 @pytest.mark.parametrize("structure", BOTH)
 def test_errors_say_what_to_do(structure: Structure) -> None:
     h, logits, weight, bias = random_head(20, 3, 4)
-    with pytest.raises(QualmsError, match="no training input"):
+    with pytest.raises(QualmsError, match="batches is empty"):
         fit_head([], weight, bias, structure=structure)
-    with pytest.raises(QualmsError, match="no training input"):
+    with pytest.raises(QualmsError, match="batches is empty"):
         fit_head([(h[:0], logits[:0])], weight, bias, structure=structure)
     with pytest.raises(
         QualmsError, match=r"\(20, 3\) and logits .* \(20, 4\); this head needs \(n, 4\)"
@@ -254,5 +254,5 @@ def test_errors_say_what_to_do(structure: Structure) -> None:
 
 def test_a_prior_lost_beside_the_curvature_is_named() -> None:
     h, logits, weight, bias = random_head(20, 3, 40)
-    with pytest.raises(QualmsError, match="raise it"):
+    with pytest.raises(QualmsError, match="use a larger one"):
         fit_head([(h * 1e6, logits)], weight, bias, 1e-12, "full")

@@ -242,8 +242,8 @@ def test_behind_a_normalization_it_is_the_entropy_and_says_so(
     )
     torch.testing.assert_close(scored.scores["heat"].exp(), scored.scores["entropy"])
     assert scored.notes == {
-        "heat": "the length of the features that the classifier reads hardly grows with the input, so heat is the "
-        "entropy here (T = 1)."
+        "heat": "the norm of the classifier's features hardly grows with the input, so heat equals "
+        "the entropy (T = 1)."
     }
     assert (scored[:1] + scored[1:]).notes == scored.notes
 
@@ -253,7 +253,7 @@ def test_a_linear_model_has_no_block_and_says_so() -> None:
         torch.randn(5, 4).double()
     )
     torch.testing.assert_close(scored.scores["heat"].exp(), scored.scores["entropy"])
-    assert "no counted weights come before the classifier" in scored.notes["heat"]
+    assert "no selected weights come before the classifier" in scored.notes["heat"]
 
 
 class Bag(nn.Module):
@@ -279,7 +279,7 @@ def test_blocks_that_no_noise_reaches_have_no_ratio_and_it_says_so() -> None:
 
     scored = qualms.Scorer(Skipping().double(), ["heat", "entropy"])(torch.randn(4, 6).double())
     torch.testing.assert_close(scored.scores["heat"].exp(), scored.scores["entropy"])
-    assert "most inputs of noise leave the last blocks without a gradient" in scored.notes["heat"]
+    assert "the last blocks get no gradient for most noise inputs" in scored.notes["heat"]
 
 
 def test_text_is_measured_against_random_ids() -> None:
@@ -312,7 +312,7 @@ def test_batches_of_two_lengths_have_scores_of_one_kind(lengths: tuple[int, int]
     if lengths[0] == 2:
         assert plain.all()
         assert torch.equal(s["recommended"], s["gen"])
-        assert "so heat is the entropy here" in scored.notes["heat"]
+        assert "so heat equals the entropy" in scored.notes["heat"]
     else:
         assert not plain[:3].any()
         assert torch.equal(s["recommended"], scored.scores["heat"])
@@ -361,7 +361,7 @@ def test_the_vocabulary_is_that_of_the_embedding_that_reads_the_ids() -> None:
 def test_what_stands_beside_the_input_without_a_name_is_an_error() -> None:
     x = (torch.randint(0, 50, (3, 7)), torch.ones(3, 7, dtype=torch.long))
     with pytest.raises(
-        qualms.QualmsError, match=r"does not know what to put in place of .*tuple; pass a dict"
+        qualms.QualmsError, match=r"tuple.* has no known neutral value; pass a dict"
     ):
         qualms.score(Bag(), x, "heat")
 
@@ -376,7 +376,7 @@ def test_a_model_that_refuses_noise_is_told_of_the_noise() -> None:
             return self.fc2(self.fc1(torch.cat([self.embed(x[:, 0].long()), x[:, 1:]], 1)).relu())
 
     with pytest.raises(
-        qualms.QualmsError, match="heat tries the model on 32 inputs of noise, which fails"
+        qualms.QualmsError, match="heat runs the model on 32 noise inputs, which failed"
     ):
         qualms.score(Category(), torch.ones(3, 4), "heat")
 
@@ -396,7 +396,7 @@ def test_noise_is_tried_once_for_a_model(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_logits_that_no_linear_layer_makes_are_an_error() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.Tanh())
-    with pytest.raises(qualms.QualmsError, match="not the result of a linear layer"):
+    with pytest.raises(qualms.QualmsError, match="needs logits from a final linear layer"):
         qualms.score(model, torch.randn(2, 4), "heat")
 
 

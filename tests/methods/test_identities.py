@@ -44,7 +44,7 @@ def test_every_method_has_a_name_a_paper_needs_and_a_cost() -> None:
 def test_every_method_runs_on_the_papers_cnn(name: str) -> None:
     torch.manual_seed(0)
     model, other, x = mnist_cnn(), mnist_cnn(), torch.rand(3, 1, 28, 28)
-    missing = {"mc-dropout": "no dropout layer", "mc-batchnorm": "no batch normalization"}
+    missing = {"mc-dropout": "needs a dropout layer", "mc-batchnorm": "needs batch normalization"}
     if name in missing:  # the paper's CNN has neither
         with pytest.raises(qualms.QualmsError, match=missing[name]):
             qualms.score(model, x, name, train=[x])

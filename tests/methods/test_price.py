@@ -71,7 +71,7 @@ def test_inner_products_that_would_be_computed_over_and_over_are_an_error_that_s
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4000))
     with pytest.raises(
         qualms.QualmsError,
-        match=r"8 of 58 gradients of one input take about .* MiB.* larger `budget`",
+        match=r"8 of 58 gradients of one input need about .* MiB.* larger `budget`",
     ):
         qualms.score(model, torch.randn(2, 8), "coherence", budget=2**22)
     assert qualms.score(model, torch.randn(2, 8), "coherence", budget=2**28).isfinite().all()

@@ -20,7 +20,7 @@ def test_features_of_free_length_get_heat() -> None:
     torch.manual_seed(0)
     scored, auto, heat = both(mnist_cnn(), torch.rand(4, 1, 28, 28), "heat")
     assert torch.equal(auto, heat)
-    want = "recommended picked heat, because the classifier reads features of free length."
+    want = "recommended picked heat, because the norm of the classifier's features grows with the input."
     assert scored.notes["recommended"] == want
 
 
@@ -29,7 +29,7 @@ def test_behind_a_normalization_it_is_gen() -> None:
     scored, auto, gen = both(vit_tiny(3), torch.rand(2, 3, 32, 32), "gen")
     assert torch.equal(auto, gen)
     assert scored.notes["recommended"].startswith(
-        "recommended picked gen, because the length of the features"
+        "recommended picked gen, because the norm of the classifier's features"
     )
 
 
@@ -38,7 +38,7 @@ def test_a_model_that_heat_is_not_for_gets_gen_with_the_reason() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.Tanh())
     scored, auto, gen = both(model, torch.randn(3, 4), "gen")
     assert torch.equal(auto, gen)
-    assert "one vector for each input, which heat needs." in scored.notes["recommended"]
+    assert "because heat needs logits from a final linear layer" in scored.notes["recommended"]
 
 
 def test_its_old_name_goes_on_working_with_a_warning() -> None:

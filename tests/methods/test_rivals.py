@@ -157,7 +157,7 @@ def test_clafr(setting: Setting) -> None:
 
 
 def test_clafr_says_where_it_would_be_zero() -> None:
-    with pytest.raises(qualms.QualmsError, match=r"5 classes on 4 features.*use energy"):
+    with pytest.raises(qualms.QualmsError, match=r"5 classes for 4 features.*use energy"):
         qualms.score(nn.Linear(4, 5), torch.rand(3, 4), "clafr")
     assert qualms.score(nn.Linear(4, 3), torch.zeros(2, 4), "clafr").tolist() == [0, 0]
 
@@ -239,7 +239,7 @@ def test_rankfeat_finds_the_last_map(pooling: str) -> None:
 
 
 def test_rankfeat_does_not_take_the_map_of_a_gate_for_the_last() -> None:
-    with pytest.raises(qualms.QualmsError, match="which rankfeat needs"):
+    with pytest.raises(qualms.QualmsError, match="rankfeat needs a last feature map"):
         qualms.score(Pooled("einsum"), torch.rand(2, 1, 9, 7), "rankfeat")
 
 
@@ -249,7 +249,7 @@ def test_rankfeat_does_not_take_a_convolution_for_a_pooling() -> None:
     strided = nn.Sequential(
         body, nn.ReLU(), nn.Conv2d(6, 6, 3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last
     )
-    with pytest.raises(qualms.QualmsError, match="which rankfeat needs"):
+    with pytest.raises(qualms.QualmsError, match="rankfeat needs a last feature map"):
         qualms.score(strided, torch.rand(2, 1, 4, 4), "rankfeat")
     assert torch.isfinite(qualms.score(strided, torch.rand(2, 1, 8, 8), "rankfeat")).all()
 
@@ -332,7 +332,7 @@ def test_gaia_is_not_misled_by_a_rectifier_behind_its_maps() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(144, 16), nn.ReLU(), nn.Linear(16, 3)
     )
-    with pytest.raises(qualms.QualmsError, match="zero equally often for all inputs of noise"):
+    with pytest.raises(qualms.QualmsError, match="zero equally often for all noise inputs"):
         qualms.score(model, torch.randn(6, 3, 8, 8), "gaia")
 
 
@@ -377,14 +377,14 @@ def test_gaia_of_one_input_twice_is_no_error(setting: Setting) -> None:
 @pytest.mark.parametrize("name", NEEDS_MAPS)
 def test_a_model_without_feature_maps_is_told_the_alternatives(name: str) -> None:
     flat = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
-    with pytest.raises(qualms.QualmsError, match=rf"feature map.* {name} needs; use energy"):
+    with pytest.raises(qualms.QualmsError, match=rf"{name} needs .*feature map.*; use energy"):
         qualms.score(flat, torch.rand(2, 1, 4, 4), name)
 
 
 def test_rankfeat_does_not_take_the_patches_of_a_transformer_for_its_last_map() -> None:
     from qualms.models.vit import vit_small
 
-    with pytest.raises(qualms.QualmsError, match="which rankfeat needs"):
+    with pytest.raises(qualms.QualmsError, match="rankfeat needs a last feature map"):
         qualms.score(vit_small(), torch.rand(2, 3, 32, 32), "rankfeat")
 
 

@@ -30,13 +30,13 @@ BAD = {
     "xyz": "choose one of regrad, exgrad",
     "regrad+layer": "did you mean layers",
     "regrad+smoth(0.1)": "did you mean smooth",
-    "regrad+layers(a)": "not a name with numbers in parentheses",
-    "regrad+layers(0.1": "not a name with numbers in parentheses",
-    "regrad+layers(1,2)": "takes 1 at most",
+    "regrad+layers(a)": "pass a name with numbers in parentheses",
+    "regrad+layers(0.1": "pass a name with numbers in parentheses",
+    "regrad+layers(1,2)": "takes at most 1",
     "regrad+smooth(0.1,2.5)": "draws 2.5; it must be a whole number",
     "regrad+smooth+smooth": "twice",
     "regrad+layers(0.1)+layers(0.1)": "twice",
-    "entropy+layers": "entropy is not a gradient score",
+    "entropy+layers": "applies only to gradient scores",
     "entropy(3)": "takes no parameters",
     "regrad+smooth(-1)": "positive number",
     "": "is not a method",
@@ -85,13 +85,13 @@ def test_missing_needs_are_named() -> None:
     model, x = nn.Linear(4, 3), torch.randn(3, 4)
     for name, says in {
         "laplace": "laplace needs training data; pass train=",
-        "ensemble": "ensemble needs several models; pass models=",
-        "mc-dropout": "no dropout layer",
-        "mc-batchnorm": "no batch normalization",
+        "ensemble": "ensemble needs several models",
+        "mc-dropout": "needs a dropout layer",
+        "mc-batchnorm": "needs batch normalization",
     }.items():
         with pytest.raises(qualms.QualmsError, match=says):
             qualms.score(model, x, name)
-    with pytest.raises(qualms.QualmsError, match="logits are not the result of a linear layer"):
+    with pytest.raises(qualms.QualmsError, match="needs logits from a final linear layer"):
         qualms.score(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), x, "inserted-dropout")
     with pytest.raises(qualms.QualmsError, match="methods is empty"):
         qualms.compare(model, x, [])

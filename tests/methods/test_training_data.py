@@ -71,11 +71,9 @@ def test_the_papers_rule_for_vim() -> None:
 
 
 def test_vim_needs_something_to_be_left_over(setting: Setting) -> None:
-    with pytest.raises(
-        qualms.QualmsError, match=r"the 5 training features do not vary outside of 6 dimensions"
-    ):
+    with pytest.raises(qualms.QualmsError, match="vary in more than 6 dimensions"):
         score(setting, ViM(), [TRAIN[:5]])
-    with pytest.raises(qualms.QualmsError, match=r"dimensions 12, but .* 12 features"):
+    with pytest.raises(qualms.QualmsError, match=r"dimensions=12, but .* 12 features"):
         score(setting, ViM(12))
 
 
@@ -84,7 +82,7 @@ def test_vim_needs_logits_that_are_positive_on_average(setting: Setting) -> None
     with torch.no_grad():
         model[8].bias -= 100
     with pytest.raises(
-        qualms.QualmsError, match=r"the largest logit .* is -9.* vim .* must be positive; use knn"
+        qualms.QualmsError, match=r"largest logits is -9.* vim needs a positive one .*; use knn"
     ):
         qualms.score(model, setting.x, "vim", train=[TRAIN])
 
@@ -93,7 +91,7 @@ def test_vim_needs_logits_that_are_positive_on_average(setting: Setting) -> None
 def test_mahalanobis_needs_classes_that_vary(copies: int) -> None:
     model, train = nn.Linear(4, 3), torch.randn(3, 4).repeat(copies, 1)
     with pytest.raises(
-        qualms.QualmsError, match=r"mahalanobis finds no variation within the classes .*; pass more"
+        qualms.QualmsError, match=r"do not vary within their classes, so mahalanobis .*; pass more"
     ):
         qualms.score(
             model, torch.randn(5, 4), "mahalanobis", train=[(train, torch.arange(3).repeat(copies))]
@@ -262,7 +260,7 @@ def test_quam_keeps_to_the_budget(setting: Setting, monkeypatch: pytest.MonkeyPa
         within, qualms.score(model, x, QUAM(steps=2), train=train, budget=2**29)
     )
     with pytest.raises(
-        qualms.QualmsError, match=r"one head that quam adapts takes about .* the budget of 0.5 MiB"
+        qualms.QualmsError, match=r"adapting one head takes about .* budget of 0.5 MiB"
     ):
         qualms.score(model, x, "quam", train=train, budget=2**19)
 
@@ -356,7 +354,7 @@ def test_labels_that_are_no_classes_are_refused(setting: Setting, bad: int) -> N
     labels[7] = bad
     with pytest.raises(
         qualms.QualmsError,
-        match=r"the labels in train= go from .* has 5 classes, numbered from 0; correct",
+        match=r"the labels in train= range from .* 5 classes, numbered from 0; correct",
     ):
         score(setting, "mahalanobis", [(TRAIN, labels)])
 
@@ -396,7 +394,7 @@ def test_errors_in_the_training_data_are_said_to_be_there(setting: Setting, name
             (TRAIN, LABELS),
             r"^train=\(\.\.\.\) is read as one batch .*pass a list of batches: train=\[\(inputs, labels\)\]",
         ),
-        ([torch.full_like(TRAIN, torch.nan)], "^input 0 of train has a value that is NaN"),
+        ([torch.full_like(TRAIN, torch.nan)], "^input 0 of train contains NaN"),
         ([TRAIN[:0]], "^train is an empty batch"),
         (3, "^train is a int"),
     ):
@@ -423,7 +421,7 @@ def test_what_they_need_is_said(setting: Setting, method: qualms.methods.Method)
         qualms.QualmsError, match=f"^{method.name} needs training data; pass train="
     ):
         qualms.score(setting.model, setting.x, method)
-    with pytest.raises(qualms.QualmsError, match="logits are not the result of a linear layer"):
+    with pytest.raises(qualms.QualmsError, match="needs logits from a final linear layer"):
         qualms.score(nn.Sequential(setting.model, nn.Tanh()), setting.x, method, train=[TRAIN])
 
 
@@ -437,7 +435,7 @@ def test_quam_is_positive_however_confident_the_model_is() -> None:
 
 def test_labels_that_are_not_one_for_each_input_are_an_error(setting: Setting) -> None:
     with pytest.raises(
-        qualms.QualmsError, match=f"has {len(TRAIN)} inputs and 5 labels; give one label for each"
+        qualms.QualmsError, match=f"has {len(TRAIN)} inputs and 5 labels; pass one label per input"
     ):
         qualms.score(
             setting.model,

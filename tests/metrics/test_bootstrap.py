@@ -79,7 +79,7 @@ def test_resamples_without_a_mistake_are_drawn_again() -> None:
 
 
 def test_a_measure_without_a_value_says_why() -> None:
-    with pytest.raises(qualms.QualmsError, match="no rAULC"):
+    with pytest.raises(qualms.QualmsError, match="rAULC is undefined"):
         metrics.interval(metrics.raulc, [1.0, 2.0], [True, True], paired=True)
 
 

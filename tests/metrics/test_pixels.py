@@ -74,20 +74,20 @@ def test_a_pixel_without_a_score_that_is_not_ignored_is_told() -> None:
 def test_errors() -> None:
     labels = np.array([[0, UNKNOWN]])
     with pytest.raises(
-        qualms.QualmsError, match=r"scores have shape \(2,\) and labels shape \(1, 2\)"
+        qualms.QualmsError, match=r"scores have shape \(2,\), and labels have shape \(1, 2\)"
     ):
         metrics.pixel_metrics([1.0, 2.0], labels, UNKNOWN)
     with pytest.raises(
-        qualms.QualmsError, match=r"scores have shape \(1, 1\) and labels shape \(1, 2\)"
+        qualms.QualmsError, match=r"scores have shape \(1, 1\), and labels have shape \(1, 2\)"
     ):
         metrics.pixel_metrics([[1.0]], labels, UNKNOWN)
     with pytest.raises(
-        qualms.QualmsError, match="of type float64; pass a score and a whole number"
+        qualms.QualmsError, match="type float64; pass one score and one integer class"
     ):
         metrics.pixel_metrics(labels.astype(float), labels.astype(float), UNKNOWN)
     with pytest.raises(qualms.QualmsError, match="label 255 is both unknown and ignored"):
         metrics.pixel_metrics(labels, labels, {254, 255})
-    with pytest.raises(qualms.QualmsError, match=r"no pixels labeled \[3\] to rank"):
+    with pytest.raises(qualms.QualmsError, match=r"no pixels labeled \[3\], so AUROC is undefined"):
         metrics.pixel_metrics(labels, labels, 3)
-    with pytest.raises(qualms.QualmsError, match="no known pixels to rank"):
+    with pytest.raises(qualms.QualmsError, match="no known pixels"):
         metrics.pixel_metrics(labels, labels, {0, 254})

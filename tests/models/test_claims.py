@@ -16,7 +16,7 @@ from qualms.training import Recipe, fit
 def test_a_zip_file_of_several_disks_is_no_exported_network(tmp_path: Path) -> None:
     locator = b"PK\x06\x07" + bytes(12) + (2).to_bytes(4, "little")
     (tmp_path / "a.pt2").write_bytes(bytes(100) + locator + b"PK\x05\x06" + bytes(18))
-    with pytest.raises(QualmsError, match="is damaged or no exported network"):
+    with pytest.raises(QualmsError, match="is damaged or not an exported network"):
         load_model(str(tmp_path / "a.pt2"))
 
 
@@ -50,7 +50,7 @@ def test_a_configuration_cannot_claim_more_weights_than_the_files_hold(
     assert load_model(f"hf:{tmp_path}").config.num_labels == 3
     said = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(said | {key: value}))
-    with pytest.raises(QualmsError, match="claims more weights than its files hold"):
+    with pytest.raises(QualmsError, match="claims more weights than its files contain"):
         load_model(f"hf:{tmp_path}")
 
 

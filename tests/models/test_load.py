@@ -100,7 +100,7 @@ def test_published_weights_load_by_the_networks_name(name: str) -> None:
 def test_published_weights_of_another_network_are_refused() -> None:
     path = Path(os.environ["QUALMS_DATA"]) / "weights" / str(ZOO["svhn-cnn-4-dropout"].file)
     # All but the last bias, which has ten numbers in both.
-    assert "does not fit svhn-cnn-4: 11 keys of another shape" in refused("svhn-cnn-4", path)
+    assert "does not fit svhn-cnn-4: 11 keys with a different shape" in refused("svhn-cnn-4", path)
 
 
 def test_an_exported_network_scores_as_the_original_does(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_an_exported_network_carries_its_own_weights_and_classes(tmp_path: Path)
     assert "carries its own weights and classes" in refused("m.pt2", classes=3)
     assert "there is no file" in refused(tmp_path / "m.pt2")
     (tmp_path / "m.pt2").write_bytes(b"PK but no archive")
-    assert "is damaged or no exported network" in refused(tmp_path / "m.pt2")
+    assert "is damaged or not an exported network" in refused(tmp_path / "m.pt2")
     torch.save({"a": torch.zeros(1)}, tmp_path / "m.pt2")
-    assert "is damaged or no exported network" in refused(tmp_path / "m.pt2")
+    assert "is damaged or not an exported network" in refused(tmp_path / "m.pt2")
 
 
 @pytest.mark.parametrize(
@@ -160,15 +160,15 @@ def test_what_is_wrong_with_a_factory_is_told(
 ) -> None:
     (tmp_path / "broken_here.py").write_text("import nowhere_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert "no_such_package of no_such_package:f does not import" in refused("no_such_package:f")
+    assert "no_such_package in no_such_package:f cannot be imported" in refused("no_such_package:f")
     assert "No module named 'nowhere_at_all'" in refused("broken_here:f")
-    assert "does not import" in refused(":f")
+    assert "cannot be imported" in refused(":f")
     assert f"there is no 'nothing' in {HERE}.Networks" in refused(f"{HERE}:Networks.nothing")
     assert "is a str; name a function or class" in refused(f"{HERE}:HERE")
     assert "returned a dict; it must return a torch.nn.Module" in refused(f"{HERE}:gives_a_dict")
-    assert "raised RuntimeError as it was called: no weights today." in refused(f"{HERE}:raises")
-    assert "takes neither classes nor num_classes" in refused(f"{HERE}:Networks.fixed", classes=3)
-    assert "takes neither classes nor num_classes" in refused("builtins:dict", classes=3)
+    assert "raised RuntimeError when it was called: no weights today." in refused(f"{HERE}:raises")
+    assert "accepts neither classes nor num_classes" in refused(f"{HERE}:Networks.fixed", classes=3)
+    assert "accepts neither classes nor num_classes" in refused("builtins:dict", classes=3)
 
 
 def test_anything_else_gets_the_nearest_names_and_the_forms_there_are() -> None:

@@ -92,8 +92,8 @@ def test_published_weights_that_cannot_be_fetched_are_told(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     said = refused("timm:resnet18")
-    assert said.startswith("timm:resnet18 could not be made with its published weights:")
-    assert said.endswith("pass weights=, a checkpoint on disk.")
+    assert said.startswith("timm:resnet18 could not be created with its published weights:")
+    assert said.endswith("pass weights=, a checkpoint file.")
 
 
 def test_what_cannot_be_a_classifier_as_asked_is_told() -> None:
@@ -108,7 +108,7 @@ def test_a_network_without_a_classifier_is_told(tmp_path: Path) -> None:
     name = "vit_small_patch14_dinov2"
     assert timm.get_pretrained_cfg(name).num_classes == 0
     (tmp_path / "w.pt").write_bytes(b"")
-    assert "gives features, not classes" in refused(f"timm:{name}", tmp_path / "w.pt")
+    assert "returns features, not classes" in refused(f"timm:{name}", tmp_path / "w.pt")
 
 
 def with_statistics(model: torch.nn.Module) -> torch.nn.Module:

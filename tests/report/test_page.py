@@ -101,7 +101,7 @@ def test_methods_that_are_not_for_use_are_folded_away(write: Write) -> None:
     assert [
         attrs.get("id") for tag, attrs in page.elements if tag == "tbody" and "hidden" in attrs
     ] == ["folded"]
-    assert "flat: kept for comparison with the paper." in " ".join(page.words)
+    assert "flat: only for comparison with the paper." in " ".join(page.words)
 
 
 def test_layers_are_told_in_words_only_for_methods_that_have_them(write: Write) -> None:

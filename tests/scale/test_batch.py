@@ -50,7 +50,7 @@ def test_a_batch_of_files_has_the_columns_of_the_table(
         assert found[name].tolist() == want[name], name
     assert [(one.id, one.reason[:8]) for one in rejected_in(tmp_path / "rejected")] == [
         ("2.png", "truncate"),
-        ("4.png", "no image"),
+        ("4.png", "not the "),
     ]
 
 
@@ -80,7 +80,7 @@ def test_a_reason_that_comes_along_is_kept(batches: BatchScorer, tmp_path: Path)
 
 
 def test_bytes_that_would_lose_their_end_are_refused(batches: BatchScorer) -> None:
-    with pytest.raises(qualms.QualmsError, match="drops zeros; pass one of dtype object"):
+    with pytest.raises(qualms.QualmsError, match=r"drops trailing zeros; .*dtype object"):
         batches({"id": np.array(["a"]), "content": np.array([b"a\0"])})
 
 

@@ -320,7 +320,7 @@ def test_memory_holds_a_few_parts_and_not_all(digits: Images, tmp_path: Path) ->
         (lambda p: (p / "a.npz").write_bytes(b"no"), "a.npz is truncated or not a .npz file"),
         (
             lambda p: parquet.write_table(pyarrow.table({"y": [1]}), p / "a.parquet"),
-            "the columns y and no images",
+            "the columns y, but no images",
         ),
         (
             lambda p: [(p / "a.tar").touch(), (p / "a.parquet").touch()],
@@ -349,8 +349,8 @@ def tar(place: Path, *names: str) -> str:
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (("one.txt",), "a sample with no images that Pillow reads"),
-        (("2024.01.02.png", "2024.01.03.png"), "a sample with 2 images that Pillow reads"),
+        (("one.txt",), "a sample with no readable images"),
+        (("2024.01.02.png", "2024.01.03.png"), "a sample with 2 readable images"),
     ],
 )
 def test_a_sample_without_one_image_is_rejected(
@@ -369,9 +369,7 @@ def test_the_image_of_a_sample_is_the_one_with_a_plain_ending(tmp_path: Path) ->
 
 def test_two_samples_of_one_name_are_an_error(tmp_path: Path) -> None:
     source = open_source(tar(tmp_path / "a.tar", "one.png", "two.png", "one.png"), None, None)
-    with pytest.raises(
-        qualms.QualmsError, match="has two samples called one; give each a name of its own"
-    ):
+    with pytest.raises(qualms.QualmsError, match="has two samples called one"):
         list(source.batches(0, 10))
 
 
@@ -465,7 +463,7 @@ def test_a_shard_that_is_taken_away_meanwhile_is_missed(
         return score(images, place)
 
     source = open_source(as_npz(digits, tmp_path / "data"), None, None)
-    with pytest.raises(qualms.QualmsError, match="has lost shards while it was filled"):
+    with pytest.raises(qualms.QualmsError, match=r"lost shards"):
         score_shards(taken_away, source, tmp_path / "out", {}, 20)
     assert score_shards(score, source, tmp_path / "out", {}, 20) == Done(COUNT, 0, None)
 
@@ -484,7 +482,7 @@ def test_a_machine_without_the_folder_says_so(digits: Images, tmp_path: Path) ->
     (piece,) = source.splits()
     (tmp_path / "data").rename(tmp_path / "elsewhere")
     with pytest.raises(
-        qualms.QualmsError, match=r"data does not exist on .*; every machine must find the images"
+        qualms.QualmsError, match=r"data does not exist on .*; every machine must find"
     ):
         piece()
 

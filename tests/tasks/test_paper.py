@@ -133,10 +133,10 @@ def test_the_small_preset_tells_its_numbers() -> None:
         in CPU.cuts
     )
     assert (
-        f"batches of {svhn.recipe.batch} and {len(CPU.active['svhn'].methods or ())} methods"
+        f"batches of {svhn.recipe.batch}, and {len(CPU.active['svhn'].methods or ())} methods"
         in CPU.cuts
     )
-    assert f"{mnist.validation} images to validate on, {CPU.active_test} test images" in CPU.cuts
+    assert f"{mnist.validation} validation images, {CPU.active_test} test images" in CPU.cuts
     assert f"costs on {CPU.timed} images" in CPU.cuts
 
 

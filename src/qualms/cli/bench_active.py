@@ -68,16 +68,16 @@ def active(options: ActiveOptions) -> None:
     """Train on the images that a method picks, and measure how much they help.
 
     A network is trained on a few images, receives labels for those with the highest scores, and is
-    trained again. The method `random` picks at random. Run an interrupted command again to resume it.
-    Example:
+    trained again. The method `random` picks at random. Run an interrupted command again to resume
+    it. Example:
 
         qualms bench active --id digits --methods random,entropy --cycles 5
     """
     dataset = dataset_name(options.inside, options.root)
     if dataset is None:
         raise QualmsError(
-            f"bench active needs a known dataset with labels, and {options.inside!r} is not one;"
-            f" choose one of {', '.join(DATASETS)}."
+            f"bench active needs a known dataset with labels, but {options.inside!r} is not one; "
+            f"choose one of {', '.join(DATASETS)}."
         )
     model = options.model or NETWORKS.get(dataset, COLOR)
     file = options.out or rows_file("active", options.inside, model, options.seed)

@@ -52,7 +52,7 @@ class Commands(LazyGroup):
         ),
         "threshold": (
             "qualms.cli.threshold_command",
-            "Calibrate the score up to which a prediction is accepted.",
+            "Set a threshold: the highest score at which a prediction is accepted.",
         ),
         "serve": (
             "qualms.cli.serve_command",
@@ -118,7 +118,7 @@ class UnexpectedError(QualmsError):
 def run() -> None:
     """Run the command line, and exit.
 
-    Errors are printed in one sentence; `--debug`, anywhere on the command line, shows the traceback.
+    Errors are printed in one sentence; `--debug` anywhere on the command line adds the traceback.
     SIGTERM decides the exit code, whatever error it has caused on its way.
     """
     debug = "--debug" in sys.argv
@@ -161,10 +161,11 @@ def _explain(error: Exception) -> QualmsError:
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return QualmsError(
             f"{error.filename or 'what the command prints'} cannot be written "
-            f"({error.strerror}); free some space, and run it again."
+            f"({error.strerror}); free some space, and run the command again."
         )
     return UnexpectedError(
-        f"something went wrong, {type(error).__name__}: {reason(error)}; --debug shows where."
+        f"an unexpected error occurred, {type(error).__name__}: {reason(error)}; pass --debug to "
+        "see where."
     )
 
 

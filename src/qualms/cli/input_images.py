@@ -1,7 +1,7 @@
-"""Reading the images that a command line names: to score, and to learn from.
+"""Read the images that a command line names: to score, and to learn from.
 
-`report` and `bench` read by these functions; `score` and `threshold` by `ScoringRun.read`; shards by
-`open_source` (`stream/source.py`).
+`report` and `bench` read with these functions; `score` and `threshold` with `ScoringRun.read`; and
+shards with `open_source` (`stream/source.py`).
 """
 
 from collections.abc import Mapping, Sequence

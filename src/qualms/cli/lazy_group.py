@@ -1,8 +1,8 @@
 """Command groups that import a command when it runs.
 
-Importing torch takes seconds, for which neither `--help` nor a mistyped name should wait. So a group
-has a table with the module and the help line of each command: `Commands.table` (`commands.py`) and
-`Tasks.table` (`bench_command.py`).
+Importing torch takes seconds, and neither `--help` nor a mistyped name should wait for it. So a
+group has a table with the module and the help line of each command: `Commands.table`
+(`commands.py`) and `Tasks.table` (`bench_command.py`).
 """
 
 from difflib import get_close_matches

@@ -168,7 +168,7 @@ def _known_normalization(
         return published.normalization
     if dataset is not None and _channels(published) in (None, DATASETS[dataset].channels):
         return DATASETS[dataset].normalization
-    raise QualmsError(f"the normalization of {name}'s inputs is not known; pass --mean and --std.")
+    raise QualmsError(f"the input normalization of {name} is unknown; pass --mean and --std.")
 
 
 def _channels(published: Preprocessing) -> int | None:

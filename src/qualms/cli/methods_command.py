@@ -97,8 +97,8 @@ def _list_prices(model: str, weights: Path | None, json_lines: bool) -> None:
     transform = preprocessing_of(model, network).transform
     if transform is None:
         raise QualmsError(
-            f"the image size of {model} is not known, so costs cannot be estimated; "
-            "name another network."
+            f"the image size of {model} is unknown, so costs cannot be estimated; "
+            "choose another network."
         )
     x = torch.zeros(1, transform.channels or 3, *transform.size)
     names = [method.name for method in list_methods()]

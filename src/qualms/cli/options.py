@@ -1,8 +1,8 @@
 """The options that several commands share, each defined once, and what their values mean.
 
-An option is an annotated type (`Seed`), used as the type of a command's parameter or of a field of a
-dataclass. A dataclass of options is shared by `with_options`. Values are parsed by `parse_methods`,
-`parse_class_names`, `split_list` and `resolve_device`.
+An option is an annotated type (`Seed`), used as the type of a command's parameter or of a
+dataclass's field. Commands share a dataclass of options through `with_options`. Values are parsed
+by `parse_methods`, `parse_class_names`, `split_list` and `resolve_device`.
 """
 
 import inspect
@@ -37,7 +37,9 @@ DECIDING_SPECS = "Comma-separated methods; the first one decides."
 def _require_tolerance(tolerance: float | None) -> float | None:
     """Return the value of --tolerance; raise an error if it is out of range."""
     if tolerance is not None and not 0 <= tolerance < 1:
-        raise QualmsError(f"--tolerance is {tolerance:g}; pass a number from 0 (exact) to below 1.")
+        raise QualmsError(
+            f"--tolerance is {tolerance:g}; pass a number of at least 0 (exact) and below 1."
+        )
     return tolerance
 
 
@@ -90,14 +92,17 @@ Size = Annotated[
 Mean = Annotated[
     str | None,
     typer.Option(
-        "--mean", help="Mean of the normalization, one number per channel, for pixels from 0 to 1."
+        "--mean",
+        help="Mean of the normalization, for pixels from 0 to 1: comma-separated, one number "
+        "per channel.",
     ),
 ]
 Std = Annotated[
-    str | None, typer.Option("--std", help="Standard deviation of the normalization, as --mean.")
+    str | None,
+    typer.Option("--std", help="Standard deviation of the normalization, in the format of --mean."),
 ]
 Device = Annotated[
-    str, typer.Option("--device", help="cpu, cuda, mps, or auto for the fastest available.")
+    str, typer.Option("--device", help="Run on cpu, cuda or mps; auto takes the fastest available.")
 ]
 
 # The images.
@@ -129,7 +134,7 @@ Tolerance = Annotated[
         help="Largest relative standard error of gradient scores; 0 for exact scores.",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all random draws.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed for all random draws.")]
 
 # The output.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines instead of tables.")]
@@ -264,7 +269,7 @@ def with_options(
     """
 
     def decorate(command: Callable[Concatenate[Options, Own], None]) -> Callable[..., None]:
-        """Return a function with the signature that typer shall read."""
+        """Return a function with the signature that typer reads."""
         shared = inspect.signature(options).parameters
         own = list(inspect.signature(command).parameters.values())[1:]
         parameters = []

@@ -88,7 +88,8 @@ class _Speed:
         starts: By kind of work, when it started, and how much of it was done then.
     """
 
-    latest: float = field(default_factory=lambda: time.monotonic())  # noqa: PLW0108 - tests set the clock
+    # A lambda, because tests replace the clock.
+    latest: float = field(default_factory=lambda: time.monotonic())  # noqa: PLW0108
     starts: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def start(self, what: str, done: int) -> None:

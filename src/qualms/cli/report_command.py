@@ -100,19 +100,22 @@ class ReportOptions(NetworkOptions, ReportSubject):
     tolerance: Tolerance = None
     cycles: Annotated[
         Path | None,
-        typer.Option(help="Plot the learning curves of these rows of `qualms bench active`."),
+        typer.Option(
+            help="Plot the learning curves in this file of rows from `qualms bench active`."
+        ),
     ] = None
     rows: Annotated[
         Path | None,
         typer.Option(
-            help="Keep scores in this file of rows.", show_default="runs/ood-ID-MODEL-seedN.jsonl"
+            help="Save scores in this file of rows, and reuse those it has.",
+            show_default="runs/ood-ID-MODEL-seedN.jsonl",
         ),
     ] = None
     tokens: Annotated[
         bool,
         typer.Option(
             "--tokens",
-            help="Report on every token of TEXTS, by a language model, --model hf:FOLDER.",
+            help="Report on every token of TEXTS, with a language model (--model hf:FOLDER).",
         ),
     ] = False
     out: Page = Path("report.html")

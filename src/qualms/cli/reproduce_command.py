@@ -18,11 +18,13 @@ def reproduce(
     table: Annotated[str, typer.Argument(help=f"The table: {', '.join(TABLES)}.")],
     preset: Annotated[
         str,
-        typer.Option(help="Size of the experiments: cpu (hours on two cores), paper (in full)."),
+        typer.Option(
+            help="Size of the experiments: cpu (reduced; hours on two cores) or paper (in full)."
+        ),
     ] = "cpu",
     out: Annotated[
         Path,
-        typer.Option(help="Write networks and rows to a subfolder of this, one per preset."),
+        typer.Option(help="Write networks and rows to this folder, in a subfolder per preset."),
     ] = Path("runs"),
     root: Root = None,
     device: Device = "auto",
@@ -56,7 +58,7 @@ def reproduce(
         rows = list(TABLES[table](chosen, workspace))
     reasons = [row["why"] for row in rows if row["row"] == "left out"]
     if len(reasons) == len(rows):
-        raise QualmsError(f"nothing of {table} can be computed: {reasons[0]}")
+        raise QualmsError(f"no part of {table} can be computed: {reasons[0]}")
     if json_lines:
         for row in rows:
             typer.echo(json.dumps(row))
@@ -65,6 +67,6 @@ def reproduce(
         paper_table(table, rows),
         list_networks(rows),
         list_left_out(rows),
-        f"Preset {preset}. What it cuts: {chosen.cuts}.",
+        f"Preset {preset}. Differences from the paper: {chosen.cuts}.",
     )
     typer.echo("\n\n".join(filter(None, parts)))

@@ -71,15 +71,15 @@ def score(
         str | None,
         typer.Option(
             help="Write the table to this .csv, .parquet or .jsonl file, to stdout (-), or as "
-            "shards to a folder/, which may have any number of images. Run a stopped command "
-            "again to resume it (not with --tokens or stdout).",
+            "shards to a folder/, for any number of images. Run an interrupted command again to "
+            "resume it (not with --tokens or stdout).",
             show_default=FILE,
         ),
     ] = None,
     overwrite: Overwrite = False,
     reference: Annotated[
         str | None,
-        typer.Option(help="Images that the network knows, whose scores set a threshold."),
+        typer.Option(help="Images that the network knows; their scores set a threshold."),
     ] = None,
     coverage: Annotated[
         float | None,
@@ -89,18 +89,19 @@ def score(
         ),
     ] = None,
     threshold: Annotated[
-        Path | None, typer.Option(help="A file from `qualms threshold`, instead of a reference.")
+        Path | None,
+        typer.Option(help="Threshold file from `qualms threshold`, in place of --reference."),
     ] = None,
     json_lines: Json = False,
 ) -> None:
     """Score images, or with --tokens the tokens of texts.
 
-    The table has one row per image (its id, the prediction and its confidence) or token (its place
-    in the text and the likeliest next token), and one column per method. Higher means more
-    uncertain. With a reference or a threshold, two more columns show, for the first method, what
-    percentage of the reference scores is lower, and whether the prediction is accepted. Noise
-    levels in methods are for pixels from 0 to 1. Inputs that cannot be read are listed beside the
-    table, and the exit code is 4. Examples:
+    The table has one row per image (its id, the prediction and its confidence) or token (its
+    position in the text and the most likely next token), and one column per method. Higher means
+    more uncertain. With a reference or a threshold, two more columns show, for the first method,
+    the percentage of reference scores that are lower, and whether the prediction is accepted. Noise
+    levels in methods are for pixels from 0 to 1. Inputs that cannot be read are listed in a file
+    next to the table, and the exit code is 4. Examples:
 
         qualms score photos/ --model timm:resnet18 --methods regrad+layers+smooth,energy
 
@@ -137,7 +138,8 @@ def score(
     if folder is not None:
         if overwrite or json_lines:
             raise QualmsError(
-                "--overwrite and --json are for one table; leave them out, or name a file in --out."
+                "--overwrite and --json do not apply to shards; leave them out, or name a file "
+                "in --out."
             )
         require_shard_folder(folder)
         with report_interruption(None):

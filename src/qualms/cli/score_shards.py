@@ -54,12 +54,12 @@ class ShardOptions(ScoreOptions):
     shard_size: Annotated[
         int | None,
         typer.Option(
-            help="Images in a shard, if --out is a folder.", min=1, show_default=str(SIZE)
+            help="Number of images per shard, if --out is a folder.", min=1, show_default=str(SIZE)
         ),
     ] = None
     runner: Annotated[
         Literal["local", "ray"],
-        typer.Option(help="Run shards in this process, or on Ray."),
+        typer.Option(help="Score shards in this process or on Ray."),
     ] = "local"
     workers: Annotated[
         int | None,
@@ -79,13 +79,13 @@ class ShardOptions(ScoreOptions):
         for_ray = self.workers or self.ray_address
         if not has_folder and (self.shard_size or self.runner != "local" or for_ray):
             raise QualmsError(
-                "--shard-size, --runner, --workers and --ray-address are for shards; end --out "
-                "with a / to name a folder for them."
+                "--shard-size, --runner, --workers and --ray-address apply only to shards; end "
+                "--out with a / to write shards to a folder."
             )
         if self.runner != "ray" and for_ray:
             raise QualmsError(
-                "--workers and --ray-address are for --runner ray; pass that too, or leave them "
-                "out."
+                "--workers and --ray-address apply only to --runner ray; pass it too, or leave "
+                "them out."
             )
 
 

@@ -47,14 +47,14 @@ class ImageOrTokenOptions(ShardOptions):
         bool,
         typer.Option(
             "--tokens",
-            help="Score every token of texts by a language model, --model hf:FOLDER, with "
+            help="Score every token of texts with a language model (--model hf:FOLDER) and "
             "sketched gradients.",
         ),
     ] = False
     generate: Annotated[
         int | None,
         typer.Option(
-            help="With --tokens: first let the model write this many tokens after each text.",
+            help="With --tokens: first let the model continue each text by this many tokens.",
             min=1,
         ),
     ] = None
@@ -76,7 +76,8 @@ class ImageOrTokenOptions(ShardOptions):
         if not self.tokens:
             if self.generate or self.tangents:
                 raise QualmsError(
-                    "--generate and --tangents are for texts; pass --tokens too, or leave them out."
+                    "--generate and --tangents apply only to texts; pass --tokens too, or leave "
+                    "them out."
                 )
             return
         given = []

@@ -254,7 +254,9 @@ def same_training_images(source: str) -> QualmsError:
     Args:
         source: Where the images come from.
     """
-    return QualmsError(f"--train names the images of {source} themselves; name others.")
+    return QualmsError(
+        f"--train names the very images to score ({source}); choose other training images."
+    )
 
 
 def _require_training_data(methods: dict[str, Method], options: ScoreOptions) -> None:
@@ -271,7 +273,8 @@ def _require_training_data(methods: dict[str, Method], options: ScoreOptions) ->
             )
         if MODELS in method.needs:
             raise QualmsError(
-                f"{name} needs several models, and this command has one; leave it out of --methods."
+                f"{name} needs several models, but this command loads one; leave it out of "
+                "--methods."
             )
 
 

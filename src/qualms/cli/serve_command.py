@@ -39,17 +39,19 @@ def serve(
     methods: Annotated[str, typer.Option(help=DECIDING_SPECS)] = DEFAULT,
     threshold: Annotated[
         Path | None,
-        typer.Option(help="A file from `qualms threshold`; without it, nothing is decided."),
+        typer.Option(
+            help="Threshold file from `qualms threshold`; without one, nothing is decided."
+        ),
     ] = None,
     name: Annotated[
         str | None,
         typer.Option(
-            help="The network's name in answers and addresses.", show_default="from --model"
+            help="Name of the network in responses and URLs.", show_default="from --model"
         ),
     ] = None,
     host: Annotated[
         str,
-        typer.Option(help="Listen on this address: 127.0.0.1; 0.0.0.0 and :: need a token."),
+        typer.Option(help="Listen on this address; 0.0.0.0 and :: need a token."),
     ] = LOOPBACK,
     port: Annotated[
         int, typer.Option(help="Listen on this port, from 1024 to 65535.")
@@ -59,7 +61,7 @@ def serve(
     ] = USUAL.batch,
     waiting: Annotated[
         int,
-        typer.Option(help="Maximum number of requests at a time; further ones are answered 429."),
+        typer.Option(help="Maximum number of requests in progress; further ones get status 429."),
     ] = USUAL.waiting,
     deadline: Annotated[
         float, typer.Option(help="Maximum duration of a request, in seconds.")
@@ -76,11 +78,11 @@ def serve(
 ) -> None:
     """Serve a network over HTTP: images in; predictions, scores and decisions out; a page at `/`.
 
-    The service listens on this machine alone, unless you pass --host. If QUALMS_TOKEN is set in the
-    environment, requests must carry it as `Authorization: Bearer …`; other addresses than 127.0.0.1
-    require it. Until the network has scored a first image, requests are answered 503; `/readyz`,
+    The service listens only on this machine, unless you pass --host. If QUALMS_TOKEN is set in the
+    environment, requests must carry it as `Authorization: Bearer …`; addresses other than 127.0.0.1
+    require it. Until the network has scored its first image, requests get status 503; `/readyz`,
     the page and stderr show the progress. Ctrl-C or SIGTERM stops the service once all requests are
-    answered, or at once while it starts. Examples:
+    answered, or at once during startup. Examples:
 
         qualms serve --model timm:resnet18 --methods regrad+layers+smooth,energy --threshold t.json
 

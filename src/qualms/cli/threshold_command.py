@@ -34,8 +34,8 @@ def threshold(
     images: Annotated[
         str,
         typer.Argument(
-            help="Images that the network knows, as for `qualms score`; or a threshold file, to "
-            "show it."
+            help="Images that the network knows, as for `qualms score`; or a threshold file "
+            "to show."
         ),
     ],
     model: Annotated[str | None, typer.Option("--model", help=MODEL)] = None,
@@ -65,7 +65,7 @@ def threshold(
     overwrite: Overwrite = False,
     json_lines: Json = False,
 ) -> None:
-    """Set a threshold on images that the network knows, for `qualms score --threshold`; or show one.
+    """Set a threshold on images that the network knows, for `qualms score`; or show one.
 
     Without labels, set it by --coverage. With labels (a folder per class, or those of a .npz file),
     you can set it by --risk: "at most 1 % wrong among the accepted, at confidence 95 %". Examples:
@@ -124,7 +124,7 @@ def threshold(
             wrong = f", {int((~correct & accepted.cpu()).sum())} of them wrong"
         typer.echo(
             f"{_promise(made)}. Of {len(found)} images of {found.source or images}, {count} are "
-            f"accepted{wrong}: {next(iter(wanted))} is at most {made.value:.6g}. The file: {out}"
+            f"accepted{wrong}: {next(iter(wanted))} is at most {made.value:.6g}. Saved to {out}"
         )
     exit_if_incomplete(len(found.rejected))
 
@@ -142,7 +142,7 @@ def _check_shares(coverage: float | None, risk: float | None, confidence: float 
             "--coverage and --risk are two ways to set a threshold; pass one of them."
         )
     if confidence is not None and risk is None:
-        raise QualmsError("--confidence is how certain a risk is to hold; pass --risk with it.")
+        raise QualmsError("--confidence is the probability that a risk holds; pass --risk too.")
     for option, share in (("coverage", coverage), ("risk", risk), ("confidence", confidence)):
         if share is None or 0 < share < 1 or (option == "coverage" and share == 1):
             continue
@@ -162,7 +162,7 @@ def _parse_method(text: str, dataset: str) -> dict[str, Method]:
     methods = parse_methods(text, dataset)
     if len(methods) > 1:
         raise QualmsError(
-            f"a threshold is for one method, and --method names {len(methods)}; choose one."
+            f"a threshold is for one method, but --method names {len(methods)}; choose one."
         )
     return methods
 
@@ -202,10 +202,10 @@ def _show(path: str, found: Threshold, json_lines: bool) -> None:
         lines.append(f"These range from {low:.6g} to {high:.6g}, with median {median:.6g}.")
     if found.provenance is None:
         lines.append(
-            "It does not record which method and network it is for: use it with those alone."
+            "It does not record its method and network; use it only with those it was set for."
         )
     else:
-        lines.append("It is valid only for scores that are computed by:")
+        lines.append("It is valid only for scores computed with:")
         for name, value in asdict(found.provenance).items():
             if value is not None:
                 lines.append(f"  {name}: {value}")
@@ -231,7 +231,7 @@ def _promise(found: Threshold) -> str:
     if kind == "risk" and len(shares) == 2:
         return f"At most {shares[0]} wrong among the accepted, at confidence {shares[1]}"
     if kind == "risk" and len(shares) == 1:
-        return f"At most {shares[0]} wrong among the accepted of the inputs that it was set on"
+        return f"At most {shares[0]} wrong among the accepted, on the inputs that it was set on"
     return f"Its rule is: {found.rule}"
 
 

@@ -45,7 +45,7 @@ class TrainOptions:
     ] = None
     epochs: Annotated[
         int | None,
-        typer.Option(help="Number of epochs, in place of the recipe's; its schedule is rescaled."),
+        typer.Option(help="Number of epochs, instead of the recipe's; the schedule is rescaled."),
     ] = None
     count: Annotated[
         int | None, typer.Option(help="Number of training images; by default all.")
@@ -107,7 +107,7 @@ def train(options: TrainOptions) -> None:
         typer.echo(json.dumps(row))
         return
     typer.echo(
-        f"{name} on {data}: accuracy {100 * accuracy:.2f} % of {len(test)} test images "
+        f"{name} on {data}: accuracy {100 * accuracy:.2f} % on {len(test)} test images "
         f"after epoch {result.best_epoch} of {recipe.epochs} "
         f"(validation: {100 * result.validation_accuracy:.2f} %). Weights: {file}"
     )

@@ -40,7 +40,7 @@ def read_digits(root: Path, split: str) -> Images:
 
 
 def read_letters(root: Path, split: str) -> Images:
-    """a to z and A to Z in Pillow's font: writing that no network for digits was trained on.
+    """a to z and A to Z in Pillow's font, which no network for digits was trained on.
 
     Args:
         root: not used; the font comes with the package.

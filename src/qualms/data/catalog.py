@@ -1,4 +1,4 @@
-"""The datasets that have a name: one row each."""
+"""The table of named datasets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -46,7 +46,7 @@ _CIFAR100 = _Layout(
 
 
 def read_cifar10(root: Path, split: str) -> Images:
-    """CIFAR-10, ten kinds of things; the training images are in five files.
+    """CIFAR-10, ten classes; the training images are in five files.
 
     Args:
         root: the folder that holds `cifar-10-batches-py`.
@@ -59,7 +59,7 @@ def read_cifar10(root: Path, split: str) -> Images:
 
 
 def read_cifar100(root: Path, split: str) -> Images:
-    """CIFAR-100, a hundred kinds of things, with the fine labels.
+    """CIFAR-100, a hundred classes, with the fine labels.
 
     Args:
         root: the folder that holds `cifar-100-python`.
@@ -97,21 +97,23 @@ def _read_batch(path: Path, layout: _Layout) -> Images:
     """The images of one file."""
     content = read_pickle(path)
     if not isinstance(content, dict):
-        raise QualmsError(f"{path} holds no dictionary, as CIFAR's files do; download it again.")
+        raise QualmsError(
+            f"{path} does not contain a dictionary, so it is not a CIFAR file; download it again."
+        )
     entries = {_decode_key(key): value for key, value in content.items()}
     data: Any = entries.get("data")
     if not _is_byte_table(data):
         raise QualmsError(
-            f"{path} has no bytes of shape (n, 3072) under 'data', as CIFAR's files have; "
-            "download it again."
+            f"{path} has no uint8 array of shape (n, 3072) under 'data', so it is not a CIFAR "
+            "file; download it again."
         )
     labels = entries.get(layout.label_key)
     if _is_integer_list(labels):
         labels = np.array(labels, np.int64)
     if not isinstance(labels, np.ndarray):
         raise QualmsError(
-            f"{path} has no list of whole numbers under '{layout.label_key}', as CIFAR's files "
-            "have; download it again."
+            f"{path} has no list of whole numbers under '{layout.label_key}', so it is not a "
+            "CIFAR file; download it again."
         )
     pixels = data.reshape(-1, 3, 32, 32)
     return build_images(layout.name, path, pixels, labels, layout.classes)

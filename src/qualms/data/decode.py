@@ -1,4 +1,4 @@
-"""The bytes of one image file to pixels in color, and what was changed on the way."""
+"""Decode one image file to pixels in color, and record what was changed."""
 
 import re
 import warnings
@@ -26,14 +26,14 @@ SCALE_BLOCK = 2**20  # numbers that are scaled together
 
 # What can be changed in an image, and the sentence about so many of them.
 CHANGES = {
-    "frames": "{n} {images} {have} several frames, of which the first was read",
-    "orientation": "{n} {images} {were} rotated by the EXIF orientation",
+    "frames": "{n} {images} {have} several frames; only the first was read",
+    "orientation": "{n} {images} {were} rotated by EXIF orientation",
     "more bits": "{n} {images} {were} scaled from more than 8 bits to 8",
     "grayscale": "{n} grayscale {images} {were} converted to color",
     "palette": "{n} {images} with a palette {were} converted to color",
-    "transparency": "{n} {images} {were} transparent in places, which was dropped",
+    "transparency": "{n} {images} {have} transparency, which was dropped",
     "CMYK": "{n} CMYK {images} {were} converted to RGB",
-    "colors": "{n} {images} in other colors than RGB {were} converted to it",
+    "colors": "{n} {images} in other color spaces {were} converted to RGB",
 }
 
 
@@ -174,8 +174,8 @@ def _require_size(image: Any, where: str, length: int, most: int | None) -> None
     if claimed > believed:
         raise Unreadable(
             where,
-            f"too large for its length: its header claims {claimed:,} pixels in {length:,} bytes, "
-            f"and at most {believed:,} are read",
+            f"too large for its file size: its header claims {claimed:,} pixels in "
+            f"{length:,} bytes; the limit is {believed:,}",
         )
 
 
@@ -188,12 +188,12 @@ def _too_large(where: str, claimed: int, limit: int) -> TooLarge:
         limit: the largest number of pixels that is read.
     """
     return TooLarge(
-        where, f"too large: its header claims {claimed:,} pixels, and at most {limit:,} are read"
+        where, f"too large: its header claims {claimed:,} pixels; the limit is {limit:,}"
     )
 
 
 def _read_metadata(read: Callable[[], T], default: T) -> T:
-    """Read a value of a file's metadata; the default if that is damaged, which the pixels survive."""
+    """Read a value of a file's metadata; return the default if the metadata is damaged."""
     try:
         return read()
     except Exception:  # noqa: BLE001 (damaged bytes lead to any exception in Pillow)
@@ -235,8 +235,8 @@ def _scale_to_bytes(image: Any, where: str) -> Any:
     if not (low >= 0 and high <= white):
         raise Unreadable(
             where,
-            f"made of 32-bit numbers from {low:g} to {high:g}, of which 0 to {white:g} can be "
-            "scaled to bytes",
+            f"a 32-bit image with values from {low:g} to {high:g}; only 0 to {white:g} can be "
+            "scaled to 8 bits",
         )
     scaled = np.empty(values.size, np.uint8)
     flat = values.reshape(-1)
@@ -275,4 +275,4 @@ def _convert_to_rgb(image: Any, where: str, changes: list[str]) -> Any:
     try:
         return image.convert("RGB")
     except ValueError:
-        raise Unreadable(where, f"an image in colors that cannot become RGB ({mode})") from None
+        raise Unreadable(where, f"an image that cannot be converted to RGB (mode {mode})") from None

@@ -68,7 +68,7 @@ class _Entries:
 
 
 def read_lsun(root: Path, split: str) -> Images:
-    """LSUN, rooms and buildings: images that a network for CIFAR does not know.
+    """LSUN, rooms and buildings: images unlike those of CIFAR.
 
     Args:
         root: the folder of datasets; the images are in one of `LSUN_FOLDERS`.
@@ -145,8 +145,8 @@ def list_folder(path: Path, split: str) -> Listing:
         return Listing(path, entries.images, None, (), entries.others)
     if entries.images:
         raise QualmsError(
-            f"{path} holds images both loose ({entries.images[0].name}) and in folders "
-            f"({entries.folders[0].name}); keep one of the two."
+            f"{path} has both images ({entries.images[0].name}) and class folders "
+            f"({entries.folders[0].name}); keep only one of the two."
         )
     files: list[Path] = []
     labels: list[int] = []
@@ -156,7 +156,7 @@ def list_folder(path: Path, split: str) -> Listing:
         if not inside:
             # Without it, classes after it would have other numbers than in a split where it has
             # images.
-            raise QualmsError(f"the class folder {folder} holds no images; fill it, or remove it.")
+            raise QualmsError(f"the class folder {folder} has no images; add some, or remove it.")
         files += inside
         labels += [label] * len(inside)
         others += more
@@ -195,7 +195,7 @@ def _split_folder(path: Path, split: str) -> Path:
     if folders and split_names.issuperset(folders):
         # As classes they would be a surprise: this folder holds the other split alone.
         raise QualmsError(
-            f"{path} has the folders {', '.join(folders)} and none for the split {split}; "
+            f"{path} has the folders {', '.join(folders)}, but none for the split {split}; "
             "choose another split."
         )
     return path
@@ -216,7 +216,7 @@ def _list_entries(path: Path) -> _Entries:
                 entries.others.append(entry)
     except OSError as error:
         raise QualmsError(
-            f"{path} cannot be read ({error.strerror}); check that it is a folder you may read."
+            f"{path} cannot be read ({error.strerror}); check that it is a readable folder."
         ) from None
     return entries
 
@@ -242,18 +242,18 @@ def _read_content(file: Path) -> bytes:
     ending = file.suffix.lower()
     if ending not in endings():
         package = FOREIGN[ending]
-        needs = "Pillow does not read"
+        needs = "Pillow cannot read"
         if package:
             needs = f"needs the package {package}"
         raise Unreadable(str(file), f"a {ending} file, which {needs}")
     try:
         return file.read_bytes()
     except OSError as error:
-        raise Unreadable(str(file), f"no file that can be read ({error.strerror})") from None
+        raise Unreadable(str(file), f"a file that cannot be read ({error.strerror})") from None
 
 
 def _skipped_note(files: list[Path]) -> list[str]:
-    """A sentence about the files that are no images."""
+    """A sentence about the files that are not images."""
     if not files:
         return []
     names = ", ".join(file.name for file in files[:3])

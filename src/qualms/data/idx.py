@@ -98,7 +98,7 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
             ) from None
     if content[:4] != bytes((0, 0, 8, axes)):
         raise QualmsError(
-            f"{path} starts with {content[:4].hex(' ') or 'nothing'}, and an idx file of bytes "
+            f"{path} starts with {content[:4].hex(' ') or 'nothing'}, but an idx file of bytes "
             f"with {axes} axes starts with 00 00 08 0{axes}; download it again."
         )
     start = 4 + 4 * axes
@@ -108,7 +108,6 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
     length = start + math.prod(shape)
     if len(content) != length:
         raise QualmsError(
-            f"{path} should be {length} bytes long by its header and is {len(content)}; "
-            "download it again."
+            f"{path} is {len(content)} bytes long, but its header says {length}; download it again."
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)

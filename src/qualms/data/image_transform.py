@@ -56,20 +56,20 @@ class ImageTransform:
         sides = (*self.size, *before)
         if not all(1 <= side <= MAX_SIDE for side in sides):
             raise QualmsError(
-                f"images cannot be resized to {sides}; every side takes 1 to {MAX_SIDE} pixels."
+                f"images cannot be resized to {sides}; each side must be 1 to {MAX_SIDE} pixels."
             )
         is_smaller = before[0] < self.size[0] or before[1] < self.size[1]
         if is_smaller and not isinstance(self.resize, int):
             raise QualmsError(
-                f"no {_by(self.size)} can be cropped from {_by(before)} pixels; resize to more."
+                f"cannot crop {_by(self.size)} from {_by(before)} pixels; resize to a larger size."
             )
         if self.interpolation not in get_args(Interpolation):
             names = ", ".join(get_args(Interpolation))
             raise QualmsError(
-                f"the interpolation {self.interpolation!r} is not known; it is one of {names}."
+                f"the interpolation {self.interpolation!r} is not known; choose one of {names}."
             )
         if self.channels not in (None, 1, 3):
-            raise QualmsError(f"images cannot have {self.channels} channels; they have 1 or 3.")
+            raise QualmsError(f"images cannot have {self.channels} channels; pass 1 or 3.")
 
     @property
     def _before(self) -> tuple[int, int] | None:
@@ -192,5 +192,5 @@ def _area(size: tuple[int, int]) -> int:
 
 
 def _by(size: tuple[int, ...]) -> str:
-    """Width by height, the order in which people name them."""
+    """Width by height, the usual order."""
     return " x ".join(map(str, reversed(size)))

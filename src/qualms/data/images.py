@@ -112,7 +112,8 @@ class Images:
         """
         if count is not None and count < 1:
             raise QualmsError(
-                f"cannot take a subset of {count} images of {self.name}; take at least 1, or None."
+                f"cannot take a subset of {count} images of {self.name}; pass at least 1, or None "
+                "for all."
             )
         random = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(self), generator=random)
@@ -131,8 +132,8 @@ class Images:
         height, width = (size, size) if isinstance(size, int) else size
         if channels not in (1, 3) or self.pixels.shape[1] not in (1, 3):
             raise QualmsError(
-                f"{self.name} cannot go from {self.pixels.shape[1]} channels to {channels}; "
-                "use 1 or 3."
+                f"{self.name} cannot be converted from {self.pixels.shape[1]} channels to "
+                f"{channels}; pass 1 or 3."
             )
         if min(height, width) < 1:
             raise QualmsError(f"{self.name} cannot be resized to {size} pixels; pass at least 1.")
@@ -212,7 +213,7 @@ def build_images(
     """
     if len(pixels) == 0:
         raise QualmsError(
-            f"{where} holds no images; check that it is the file you meant, and complete."
+            f"{where} contains no images; check that it is the right file, and complete."
         )
     # A copy only if needed: arrays over a file's bytes cannot be written to, and torch wants the
     # order of the axes.
@@ -236,19 +237,18 @@ def _check_labels(labels: Any, where: object, count: int, classes: int) -> Int64
     length = len(y) if y.ndim else 1
     if y.ndim == 0 or length != count:
         raise QualmsError(
-            f"{where} holds {count} images and {length} labels; there must be one label for each "
-            "image."
+            f"{where} contains {count} images but {length} labels; provide one label per image."
         )
     if y.size != count or y.dtype.kind not in "iu":
         raise QualmsError(
-            f"the labels in {where} are {y.dtype} of shape {y.shape}; each must be one whole "
-            "number, its class."
+            f"the labels in {where} are {y.dtype} of shape {y.shape}; each label must be a single "
+            "whole number."
         )
     low, high = int(y.min()), int(y.max())
     if low < 0 or high >= (classes or 2**63):
         allowed = f"0 to {classes - 1}" if classes else "from 0"
         raise QualmsError(
-            f"the labels in {where} go from {low} to {high}, and classes are numbered {allowed}; "
-            "correct them."
+            f"the labels in {where} range from {low} to {high}, but classes are numbered "
+            f"{allowed}; correct the labels."
         )
     return torch.from_numpy(y.reshape(-1).astype(np.int64))

@@ -74,11 +74,9 @@ def load(
         ```
     """
     if split not in SPLITS:
-        raise QualmsError(f"the split {split!r} is not known; it is train or test.")
+        raise QualmsError(f"the split {split!r} is not known; choose train or test.")
     if size is not None and size < 1:
-        raise QualmsError(
-            f"images cannot be {size} pixels wide; pass a size of at least 1, or none."
-        )
+        raise QualmsError(f"images cannot be {size} pixels wide; pass at least 1, or None.")
     if fit is not None:
         warn_renamed("load(fit=)", "load(transform=)")
         transform = fit
@@ -116,7 +114,9 @@ def dataset_name(name: str | Path, root: str | Path | None = None) -> str | None
     if text.startswith(PREFIX):
         known = text.removeprefix(PREFIX)
         if known not in DATASETS:
-            raise QualmsError(f"there is no dataset {known!r}; there are {', '.join(DATASETS)}.")
+            raise QualmsError(
+                f"there is no dataset {known!r}; choose one of {', '.join(DATASETS)}."
+            )
         return known
     if text in DATASETS and place_of(text, root_of(root)) is None:
         return text
@@ -124,14 +124,14 @@ def dataset_name(name: str | Path, root: str | Path | None = None) -> str | None
 
 
 def root_of(root: str | Path | None) -> Path:
-    """The folder of datasets: the one given, else that of the environment, else `data`."""
+    """The folder of datasets: the argument, else the environment's, else `data`."""
     if root is None:
         root = os.environ.get("QUALMS_DATA", "data")
     return Path(root)
 
 
 def place_of(name: str, root: Path) -> Path | None:
-    """What exists by a path in the working directory, or else in the folder of datasets.
+    """A path that exists in the working directory, or else in the folder of datasets.
 
     Args:
         name: the path; an absolute one stays itself.
@@ -165,7 +165,7 @@ def _read_dataset(name: str, options: _Options) -> Images:
     expected = (dataset.channels, dataset.size, dataset.size)
     if shape != expected:
         raise QualmsError(
-            f"the images of {name} in {root} have the shape {shape} and not {expected}; "
+            f"the images of {name} in {root} have shape {shape} instead of {expected}; "
             f"{dataset.get}."
         )
     source = f"{root}/ (dataset {name})"
@@ -182,7 +182,7 @@ def _load_path(name: str, options: _Options) -> Images:
         if name not in DATASETS or place_of(name, options.root) is None:
             raise
         raise QualmsError(
-            f"{str(error).rstrip('.')}; the dataset of that name is {PREFIX}{name}."
+            f"{str(error).rstrip('.')}; for the dataset of that name, use {PREFIX}{name}."
         ) from error
 
 
@@ -224,7 +224,7 @@ def _transform(images: Images, transform: ImageTransform | None) -> Images:
 
 
 def _unknown_name(name: str, root: Path) -> QualmsError:
-    """The error that a name is neither a dataset nor a path, with similar names if there are any."""
+    """The error that a name is neither a dataset nor a path, with similar names if any."""
     names = list(DATASETS)
     if root.is_dir():
         names += [entry.name for entry in root.iterdir()]

@@ -69,7 +69,7 @@ def read_mat(content: bytes) -> dict[str, Variable]:
             parts = list(_elements(inside, order))
             name, variable = _read_variable(parts, order)
             if name in variables:
-                raise ValueError(f"two variables {name}")
+                raise ValueError(f"two variables are called {name}")
             variables[name] = variable
     return variables
 
@@ -93,19 +93,19 @@ def _elements(content: memoryview, order: str) -> Iterator[tuple[int, memoryview
     at = 0
     while at < len(content):
         if len(content) - at < TAG:
-            raise ValueError("an element that is cut short")
+            raise ValueError("an element is cut short")
         kind, length = struct.unpack_from(f"{order}II", content, at)
         if kind >> 16:
             length = kind >> 16
             kind = kind & 0xFFFF
             start = at + 4
             if length > 4:
-                raise ValueError("more than four bytes in the place of a length")
+                raise ValueError("a small element has more than four bytes")
             at += TAG
         else:
             start = at + TAG
             if length > len(content) - start:
-                raise ValueError("an element that is longer than the file")
+                raise ValueError("an element is longer than the file")
             # What is compressed is not filled up, and some writers do not fill up the last element.
             padding = -length % 8
             if kind == COMPRESSED:
@@ -122,7 +122,7 @@ def _read_variable(parts: list[tuple[int, memoryview]], order: str) -> tuple[str
         order: of bytes, "<" or ">".
     """
     if not parts or parts[0][0] != UINT32 or len(parts[0][1]) != 8:
-        raise ValueError("a variable without its flags")
+        raise ValueError("a variable has no flags")
     (flags,) = struct.unpack_from(f"{order}I", parts[0][1])
     kind = flags & 0xFF
     if kind in OTHERS:
@@ -133,14 +133,14 @@ def _read_variable(parts: list[tuple[int, memoryview]], order: str) -> tuple[str
     code = NUMBERS.get(kind)
     is_complex = bool(flags & COMPLEX)
     if code is None or len(parts) != 4 + is_complex:
-        raise ValueError("a variable of no known type, or not in the parts of an array")
+        raise ValueError("a variable has an unknown type, or lacks the parts of an array")
     (shape_type, shape), (name_type, text), (stored, numbers) = parts[1:4]
     if shape_type != INT32 or len(shape) % 4 or name_type != INT8 or stored not in STORED:
-        raise ValueError("an array without shape, name or numbers")
+        raise ValueError("an array has no shape, name or numbers")
     lengths = struct.unpack(f"{order}{len(shape) // 4}i", shape)
     width = np.dtype(STORED[stored]).itemsize
     if len(lengths) < 2 or min(lengths) < 0 or math.prod(lengths) * width != len(numbers):
-        raise ValueError("an array whose length does not match its shape")
+        raise ValueError("the length of an array does not match its shape")
     # MATLAB stores numbers in the narrowest type that holds them all.
     array = np.frombuffer(numbers, f"{order}{STORED[stored]}")
     array = array.astype(code, copy=False)

@@ -1,4 +1,4 @@
-"""From bytes to what a network was trained on."""
+"""From bytes to the numbers that a network was trained on."""
 
 from dataclasses import dataclass
 
@@ -34,20 +34,20 @@ class Normalization:
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std) or not self.mean:
             raise QualmsError(
-                f"the normalization has {len(self.mean)} means and {len(self.std)} deviations; "
-                "give one of each for each channel."
+                f"the normalization has {len(self.mean)} means and {len(self.std)} standard "
+                "deviations; pass one of each per channel."
             )
         if not all(s > 0 for s in self.std):
             raise QualmsError(
-                f"the normalization divides by {self.std}; every deviation must be above 0."
+                f"the normalization divides by std={self.std}; each value must be above 0."
             )
         mean = torch.tensor(self.mean, dtype=torch.float32)
         std = torch.tensor(self.std, dtype=torch.float32)
         black, white = -mean / std, (1 - mean) / std
         if not bool(torch.stack([mean, std, black, white]).isfinite().all()):
             raise QualmsError(
-                f"the normalization by the means {self.mean} and the deviations {self.std} gives "
-                "numbers that are not finite; correct them."
+                f"normalizing with mean={self.mean} and std={self.std} gives numbers that are not "
+                "finite; correct these values."
             )
 
     def apply(self, pixels: UInt8[Tensor, "n c h w"]) -> Float32[Tensor, "n c h w"]:
@@ -58,7 +58,7 @@ class Normalization:
         """
         if pixels.shape[1] != len(self.mean):
             raise QualmsError(
-                f"the images have {pixels.shape[1]} channels and the normalization "
+                f"the images have {pixels.shape[1]} channels, but the normalization has "
                 f"{len(self.mean)}; use images.convert({len(self.mean)}, size), or pass another "
                 "normalization."
             )
@@ -92,6 +92,6 @@ class Normalization:
         if len(self.mean) == 1:
             return Normalization(self.mean * channels, self.std * channels)
         raise QualmsError(
-            f"a normalization of {len(self.mean)} channels does not fit {channels} channels; "
-            "give one for each."
+            f"the normalization has {len(self.mean)} channels, but the images have {channels}; "
+            "pass one value per channel."
         )

@@ -59,7 +59,7 @@ class _Header:
         if self.dtype.hasobject:
             raise ValueError("objects")
         if length - self.start != math.prod(self.shape) * self.dtype.itemsize:
-            raise ValueError("its length does not match its header")
+            raise ValueError("the length does not match the header")
 
 
 def read_npz(path: Path, split: str, name: str) -> Images:
@@ -174,8 +174,8 @@ def _find_keys(path: Path, file: zipfile.ZipFile, split: str) -> tuple[str, str 
                 return key, label_key
         return key, None
     raise QualmsError(
-        f"{path} holds {', '.join(sorted(arrays)) or 'nothing'} and no images; name them one of "
-        f"{', '.join(pairs)}."
+        f"{path} contains {', '.join(sorted(arrays)) or 'nothing'}, but no images; name the "
+        f"array of images one of {', '.join(pairs)}."
     )
 
 
@@ -197,17 +197,17 @@ def _channels_first(images: np.ndarray, where: str) -> np.ndarray:
     is_last = images.ndim == 4 and images.shape[3] in (1, 3)
     if is_first and is_last:
         raise QualmsError(
-            f"{where} has the shape {images.shape}, and either its second or its last axis could "
-            "be the channels; leave the axis of one channel out, or make the images larger than "
-            "3 pixels."
+            f"{where} has shape {images.shape}, where either the second or the last axis could be "
+            "the channels; drop the axis if there is one channel, or use images larger than 3 "
+            "pixels."
         )
     if is_first:
         return images
     if is_last:
         return images.transpose(0, 3, 1, 2)
     raise QualmsError(
-        f"{where} has the shape {images.shape}; pass [n, h, w], [n, h, w, c] or [n, c, h, w], "
-        "c 1 or 3."
+        f"{where} has shape {images.shape}; pass [n, h, w], [n, h, w, c] or [n, c, h, w], "
+        "where c is 1 or 3."
     )
 
 
@@ -220,6 +220,6 @@ def _to_bytes(images: np.ndarray, where: str) -> np.ndarray:
     low, high = float(images.min()), float(images.max())
     if not (low >= 0 and high <= 1):
         raise QualmsError(
-            f"{where} goes from {low:g} to {high:g}; pass bytes (uint8), or floats from 0 to 1."
+            f"{where} ranges from {low:g} to {high:g}; pass bytes (uint8), or floats from 0 to 1."
         )
     return np.rint(images.astype(np.float64) * 255)

@@ -42,7 +42,9 @@ def read_omniglot(root: Path, split: str) -> Images:
             labels.append(len(classes))
         classes.append(f"{character.parent.name}/{character.name}")
     if not pixels:
-        raise QualmsError(f"{path} holds no ALPHABET/characterNN/*.png; unpack {folder}.zip there.")
+        raise QualmsError(
+            f"{path} contains no ALPHABET/characterNN/*.png; unpack {folder}.zip there."
+        )
     return build_images("omniglot", path, np.stack(pixels), labels, tuple(classes))
 
 

@@ -79,8 +79,8 @@ def open_parquet(path: Path, content: Any) -> ParquetImages:
     label_key = _first_of(LABELS, columns)
     if image_key is None:
         raise QualmsError(
-            f"{path} has the columns {', '.join(columns) or 'none'} and no images; name that "
-            f"column {', '.join(IMAGES)}."
+            f"{path} has the columns {', '.join(columns) or 'none'}, but no images; name the "
+            f"column of images one of {', '.join(IMAGES)}."
         )
     class_names = _class_names(metadata, label_key)
     return ParquetImages(path, file, image_key, label_key, class_names)
@@ -117,8 +117,8 @@ def read_parquet(
         labels = values[table.label_key]
     if labels is not None and not all(type(label) is int for label in labels):
         raise QualmsError(
-            f"the column {table.label_key} of {path} is not all whole numbers; each must be the "
-            "row's class."
+            f"the column {table.label_key} of {path} contains values other than whole numbers; "
+            "each must be the class of its row."
         )
     read = read_images(table.files(values[table.image_key]), path, transform, strict)
     if labels is not None:
@@ -178,7 +178,7 @@ def explain_parquet_errors(path: Path) -> Iterator[None]:
         # pyarrow raises an OSError of its own for a damaged file, without a reason of the system.
         if isinstance(error, OSError) and error.strerror is not None:
             return QualmsError(
-                f"{path} cannot be read ({error.strerror}); check that it is a file you may read."
+                f"{path} cannot be read ({error.strerror}); check that it is a readable file."
             )
         return QualmsError(
             f"{path} is truncated or not a parquet file ({type(error).__name__}); "
@@ -195,7 +195,7 @@ def _read_value(where: str, value: Any) -> bytes:
     if isinstance(value, dict):
         content = value.get("bytes")
     if not isinstance(content, bytes):
-        raise Unreadable(where, "no image file's bytes")
+        raise Unreadable(where, "not the contents of an image file")
     return content
 
 

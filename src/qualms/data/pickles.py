@@ -1,6 +1,6 @@
 """Pickles that hold nothing but arrays, numbers, text, lists and dictionaries.
 
-A pickle is a program: reading one with Python's own reader runs any code in it. Here every name that
+A pickle is a program: Python's own reader runs any code in it. Here every name that
 a pickle can import leads to an object of this file, which decodes the few forms in which arrays are
 written and can do nothing else. No class, no function of numpy and nothing that
 could be changed is ever within its reach.
@@ -29,7 +29,7 @@ class _Refused(Exception):
 
 
 def read_pickle(path: Path) -> Any:
-    """What a pickle holds.
+    """The contents of a pickle.
 
     Args:
         path: of a pickle by Python 3, or by Python 2 in binary.
@@ -45,8 +45,8 @@ def read_pickle(path: Path) -> Any:
     def explain(error: Exception) -> QualmsError:
         if isinstance(error, _Refused):
             return QualmsError(
-                f"{path} is refused: {error}, and a pickle with more than arrays, numbers and "
-                "text in it can run any code; download it again from where it is published."
+                f"{path} is refused: {error}, and a pickle of more than arrays, numbers and text "
+                "can run arbitrary code; download it again from its official source."
             )
         return QualmsError(
             f"{path} is truncated or not a pickle ({type(error).__name__}); download it again."
@@ -67,9 +67,7 @@ def _require_bounds(content: bytes) -> None:
     """
     for code, argument, _ in pickletools.genops(content):
         if code.name.endswith("PUT") and int(argument or 0) > len(content):
-            raise _Refused(
-                f"it remembers object number {argument} of a file of {len(content)} bytes"
-            )
+            raise _Refused(f"it memoizes object {argument}, in a file of {len(content)} bytes")
 
 
 def _unwrap_arrays(content: Any) -> Any:
@@ -108,7 +106,7 @@ class _Type:
         """Take the order of bytes from a numpy.dtype's state."""
         order = _decode(state[1])
         if any(part is not None for part in state[2:5]):
-            raise _Refused("it has an array of a type with fields")
+            raise _Refused("it contains an array with named fields")
         self.code = _require_number(order + self.code.lstrip("<>|="))
 
 
@@ -136,12 +134,12 @@ def _parse_array(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray:
         order: "F" if the first axis changes fastest.
     """
     if not isinstance(kind, _Type) or not isinstance(content, bytes | bytearray):
-        raise _Refused("it has an array of something other than numbers")
+        raise _Refused("it contains an array of something other than numbers")
     if not isinstance(shape, tuple) or not all(map(_is_length, shape)):
         raise ValueError("not a shape")
     numbers = np.frombuffer(bytes(content), kind.code)
     if math.prod(shape) != len(numbers):
-        raise ValueError("the array's shape disagrees with its length")
+        raise ValueError("the length of the array does not match its shape")
     return numbers.reshape(shape, order="F" if _decode(order) == "F" else "C")
 
 
@@ -151,9 +149,9 @@ def _is_length(value: Any) -> bool:
 
 
 def _decode(value: Any) -> str:
-    """Text, which Python 2 wrote as bytes."""
+    """Decode text that Python 2 wrote as bytes."""
     if not isinstance(value, str | bytes):
-        raise _Refused(f"it has {type(value).__name__} where an array's description is text")
+        raise _Refused(f"it describes an array by a {type(value).__name__} instead of text")
     if isinstance(value, bytes):
         return value.decode("latin1")
     return value
@@ -162,7 +160,7 @@ def _decode(value: Any) -> str:
 def _require_number(code: str) -> str:
     """The code of a type, if it is one of plain numbers."""
     if not NUMBER.fullmatch(code):
-        raise _Refused(f"it has an array of type {code!r}")
+        raise _Refused(f"it contains an array of type {code!r}")
     return code
 
 
@@ -171,7 +169,7 @@ def _require_number(code: str) -> str:
 
 
 class _Named:
-    """Only ever compared with; calling it is an error."""
+    """Used only for comparison; calling it is an error."""
 
     __slots__ = ()
 
@@ -194,7 +192,7 @@ class _MakeArray:
 
     def __call__(self, kind: Any, shape: Any, code: Any) -> _Array:
         if kind is not ARRAY:
-            raise _Refused("it has an array of a class of its own")
+            raise _Refused("it contains an array of a custom class")
         return _Array()
 
 

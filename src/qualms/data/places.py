@@ -36,7 +36,7 @@ def read_file_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise QualmsError(
-            f"{path} cannot be read ({error.strerror}); check that it is a file you may read."
+            f"{path} cannot be read ({error.strerror}); check that it is a readable file."
         ) from None
 
 

@@ -54,7 +54,7 @@ def require_complete_png(content: bytes, image: Any) -> None:
 
 
 def _read_chunks(content: bytes) -> tuple[bytes, bytes]:
-    """Return the header and the compressed pixels; an OSError if one of their checksums is wrong."""
+    """Return the header and the compressed pixels; raise OSError if a checksum is wrong."""
     header = b""
     pixels = []
     at = SIGNATURE

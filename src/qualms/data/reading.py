@@ -1,4 +1,4 @@
-"""Many image files to one array.
+"""Read many image files into one array.
 
 Images are transformed as they are read, so that never more than one is there in full size.
 """
@@ -86,8 +86,9 @@ def read_images(
         elif array.shape != pixels.shape[1:]:
             (high, wide), (other_high, other_wide) = sizes[0], sizes[-1]
             raise QualmsError(
-                f"the images in {where} differ in size: {files[kept[0]].id} is {wide} x {high} and "
-                f"{file.id} is {other_wide} x {other_high}; pass size= to resize them while reading."
+                f"the images in {where} differ in size: {files[kept[0]].id} is {wide} x {high}, "
+                f"but {file.id} is {other_wide} x {other_high}; pass size= to resize them while "
+                "reading."
             )
         pixels[len(kept)] = array
         kept.append(position)
@@ -113,7 +114,7 @@ def _describe(
 def _nothing_read(where: object, rejected: Sequence[Rejected]) -> QualmsError:
     """The error that no image could be read."""
     if not rejected:
-        return QualmsError(f"{where} holds no images; check that it is the one you meant.")
+        return QualmsError(f"{where} contains no images; check the path.")
     first = rejected[0]
     if len(rejected) == 1:
         return QualmsError(

@@ -78,8 +78,8 @@ def scenes(count: int, split: str = "test", unknown: str | None = None, seed: in
     """
     if count < 1 or split not in ("train", "test") or unknown not in (None, *KINDS):
         raise QualmsError(
-            f"{count} scenes of split {split!r} with unknown objects {unknown!r} cannot be made; "
-            "pass a count of at least 1, a split train or test, and None or one of "
+            f"cannot make {count} scenes of split {split!r} with unknown objects {unknown!r}; "
+            "pass a count of at least 1, the split train or test, and None or one of "
             f"{', '.join(KINDS)}."
         )
     known, _ = _split_digits(split)

@@ -32,12 +32,12 @@ def read_svhn(root: Path, split: str) -> Images:
     pixels, labels = variables["X"], variables["y"].ravel()
     if pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3) or pixels.dtype != "uint8":
         raise QualmsError(
-            f"X in {path} is {pixels.dtype} of shape {pixels.shape}, and SVHN's is uint8 of "
+            f"X in {path} is {pixels.dtype} of shape {pixels.shape}, but SVHN's is uint8 of shape "
             "(32, 32, 3, n); download it again."
         )
     if not _are_svhn_labels(labels):
         raise QualmsError(
-            f"the labels in {path} are not all classes from 1 to 10, as SVHN numbers them; "
+            f"the labels in {path} are not all from 1 to 10, as SVHN numbers its classes; "
             "download it again."
         )
     digits = labels.astype("int64") % 10
@@ -68,7 +68,7 @@ def _read_variables(path: Path) -> dict[str, np.ndarray]:
     if "X" not in arrays or "y" not in arrays:
         kinds = [f"{name} ({variable.kind})" for name, variable in variables.items()]
         raise QualmsError(
-            f"{path} is truncated or not SVHN's: it holds {', '.join(kinds) or 'nothing'} and not "
-            "numbers X and y; download it again."
+            f"{path} is truncated or not an SVHN file: it contains {', '.join(kinds) or 'nothing'} "
+            "instead of the numbers X and y; download it again."
         )
     return arrays

@@ -34,7 +34,7 @@ def tar_files(path: Path, prefix: str = "") -> Iterator[File]:
                 f"{path} cannot be read ({error.strerror or error}); check that it is complete."
             )
         return QualmsError(
-            f"{path} is truncated, not a .tar file, or names a sample twice "
+            f"{path} is truncated, not a .tar file, or has two entries of the same name "
             f"({type(error).__name__}); download it again."
         )
 
@@ -46,9 +46,7 @@ def tar_files(path: Path, prefix: str = "") -> Iterator[File]:
             for sample in library.group_by_keys(library.tar_file_expander(source)):
                 key = sample["__key__"]
                 if key in seen:
-                    raise QualmsError(
-                        f"{path} has two samples called {key}; give each a name of its own."
-                    )
+                    raise QualmsError(f"{path} has two samples called {key}; rename one.")
                 seen.add(key)
                 where = f"{key} in {path}"
                 yield File(f"{prefix}{key}", where, partial(_find_image, sample, where))
@@ -92,5 +90,5 @@ def _find_image(sample: dict[str, Any], where: str) -> bytes:
             plain.append(value)
     images = plain or images
     if len(images) != 1:
-        raise Unreadable(where, f"a sample with {len(images) or 'no'} images that Pillow reads")
+        raise Unreadable(where, f"a sample with {len(images) or 'no'} readable images")
     return images[0]

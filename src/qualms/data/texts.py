@@ -79,7 +79,7 @@ def read_texts(name: str | Path, root: str | Path | None = None, strict: bool = 
     place = place_of(str(name), root_of(root))
     if place is None:
         raise QualmsError(
-            f"there is no {name} in the working directory or {root_of(root)}; give {KINDS}."
+            f"there is no {name} in the working directory or {root_of(root)}; pass {KINDS}."
         )
     if place.is_dir():
         return _read_documents(place, _list_files(place), f"{place}/ (folder)", strict)
@@ -90,7 +90,7 @@ def read_texts(name: str | Path, root: str | Path | None = None, strict: bool = 
         return _read_documents(place, _list_lines(place), str(place), strict)
     if ending == ".parquet":
         return _read_documents(place, _list_rows(place), str(place), strict)
-    raise QualmsError(f"{place} is not among the texts that can be read; give {KINDS}.")
+    raise QualmsError(f"{place} is not a readable kind of text; pass {KINDS}.")
 
 
 def _read_documents(
@@ -144,7 +144,7 @@ def _read_file(path: Path) -> tuple[None, str]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise Unreadable(str(path), f"no file that can be read ({error.strerror})") from None
+        raise Unreadable(str(path), f"a file that cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise Unreadable(str(path), _not_utf8(error)) from None
     return None, text.replace("\r\n", "\n").replace("\r", "\n")
@@ -172,7 +172,7 @@ def _read_line(line: bytes, where: str) -> tuple[str | None, str]:
     except (ValueError, RecursionError) as error:
         raise Unreadable(where, f"not JSON ({type(error).__name__})") from None
     if not isinstance(values, dict):
-        raise Unreadable(where, f'no object with a "{TEXT}"')
+        raise Unreadable(where, f'not an object with the key "{TEXT}"')
     return _name_and_text(values, where)
 
 
@@ -186,7 +186,7 @@ def _list_rows(path: Path) -> Iterator[Entry]:
         if TEXT not in columns:
             raise QualmsError(
                 f"{path} has the columns {', '.join(columns) or 'none'}, but no column {TEXT}; "
-                "rename the column of texts."
+                "rename the column that contains the texts."
             )
         wanted = [key for key in (TEXT, *NAMES) if key in columns]
         rows = file.read(columns=wanted).to_pylist()
@@ -199,7 +199,7 @@ def _name_and_text(values: Mapping[str, Any], where: str) -> tuple[str | None, s
     """The name, if there is one, and the text of a line or row."""
     text = values.get(TEXT)
     if not isinstance(text, str):
-        raise Unreadable(where, f'without a string "{TEXT}"')
+        raise Unreadable(where, f'without a string in "{TEXT}"')
     for key in NAMES:
         name = values.get(key)
         if isinstance(name, (str, int)) and str(name):
@@ -228,12 +228,11 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
 def _nothing_read(where: Path, rejected: Sequence[Rejected]) -> QualmsError:
     """The error that no text could be read."""
     if not rejected:
-        return QualmsError(f"{where} holds no texts; give {KINDS}.")
+        return QualmsError(f"{where} contains no texts; pass {KINDS}.")
     first = rejected[0]
     more = ""
     if len(rejected) > 1:
         more = f", and {len(rejected) - 1} more"
     return QualmsError(
-        f"no text can be read from {where}: {first.id} is {first.reason}{more}; correct what is "
-        "there."
+        f"no text can be read from {where}: {first.id} is {first.reason}{more}; correct the files."
     )

@@ -1,4 +1,4 @@
-"""The two public functions of this folder: class-gradient norms and Gram matrices, layer by layer."""
+"""The two public functions of this folder: class-gradient norms and Gram matrices, by layer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -213,7 +213,7 @@ def _table_of_batches(
         first_bad = int((~finite).nonzero()[0, 0])
         precision = str(dtype).removeprefix("torch.")
         raise QualmsError(
-            f"the gradients of input {first_bad} are beyond what {precision} holds; check the "
-            "scale of the input and of the model's weights, or pass both in float64."
+            f"the gradients of input {first_bad} overflow {precision}; check the scale of the "
+            "input and of the model's weights, or pass both in float64."
         )
     return replace(table, values=values)

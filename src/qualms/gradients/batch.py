@@ -15,7 +15,7 @@ Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
 class NotBatchable(Exception):
-    """The samples of a batch cannot be told apart inside the model.
+    """The samples of a batch cannot be separated inside the model.
 
     Each of them has to run on its own.
     """
@@ -57,7 +57,7 @@ def parts_of(batch: Batch, size: int) -> Iterator[Batch]:
 
 
 def slices(count: int, size: int) -> list[slice]:
-    """Consecutive parts of so many samples, of `size` each; the last may be smaller."""
+    """Split a number of samples into consecutive slices of `size`; the last may be smaller."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
@@ -81,7 +81,7 @@ def strided_groups(
 
 
 def restore_order(parts: list[Tensor], groups: list[list[int]]) -> Tensor:
-    """What groups of samples gave, in the order of the samples.
+    """Put the results of groups of samples back into the order of the samples.
 
     Args:
         parts: the result of each group, its first axis that of the samples.
@@ -93,14 +93,14 @@ def restore_order(parts: list[Tensor], groups: list[list[int]]) -> Tensor:
 
 
 def shapes_of(batch: Batch) -> tuple[Hashable, ...]:
-    """What samples of the same kind have in common: the names, shapes and types of their tensors."""
+    """What samples of one kind have in common: the names, shapes and types of their tensors."""
     names = tuple(batch) if isinstance(batch, dict) else type(batch).__name__
     shapes = [(tuple(t.shape[1:]), t.dtype) for t in batch_tensors(batch)]
     return (names, *shapes)
 
 
 def num_samples(batch: Batch) -> int:
-    """How many samples a batch has."""
+    """The number of samples in a batch."""
     return batch_tensors(batch)[0].shape[0]
 
 

@@ -1,6 +1,6 @@
 """Directions in logit space whose pull-back Jᵀv is a gradient that some score needs.
 
-A direction may differ from row to row of a sample's perturbed copies. Logits are [b, r, c]: samples,
+A direction may differ between the perturbed copies of a sample. Logits are [b, r, c]: samples,
 rows of a sample, classes. The weights p_c are always those of the sample itself, row 0.
 """
 
@@ -103,7 +103,7 @@ def contrasts(
 
 
 def contrast_count(classes: int) -> int:
-    """How many contrasts there are."""
+    """The number of contrasts."""
     return min(classes - 1, CONTRASTS)
 
 
@@ -181,7 +181,7 @@ class Directions:
     names: tuple[str, ...]
 
     def size(self, classes: int) -> int:
-        """How many directions there are in all."""
+        """The total number of directions."""
         return sum(_size(name, classes) for name in self.names)
 
     def columns(self, name: str, classes: int) -> slice:
@@ -191,7 +191,7 @@ class Directions:
         return slice(start, start + _size(name, classes))
 
     def of_samples(self, some: slice) -> "Directions":
-        """Those of some of the samples: the same, unless each sample has its own."""
+        """The directions of some of the samples: the same, unless each sample has its own."""
         return self
 
     def along(self, logits: Logits, block_bytes: int = BLOCK_BYTES) -> Cotangents:

@@ -1,7 +1,7 @@
-"""A failure that is expected is a value: `Fallback`. The one place that catches is `attempt`.
+"""An expected failure is a value: `Fallback`. The one place that catches is `attempt`.
 
 Code of the user's model runs while an engine plans and runs, and may raise anything. `attempt`
-catches that, logs it and returns a `Fallback` with the reason. An error that comes from this package's
+catches that, logs it and returns a `Fallback` with the reason. An error from this package's
 own code is a defect, not a reason to be slow: `attempt` raises it as an `InternalError` that names
 the rule and the parameters it was at work on.
 """
@@ -42,7 +42,7 @@ _OF_FUNCTION_MODE = ["__torch_function__", "call", "run_function"]
 
 @dataclass(frozen=True)
 class Fallback:
-    """An engine, or a fast path of one, cannot serve a request.
+    """An engine, or a fast path of one, cannot handle a request.
 
     Attributes:
         reason: one clause; a `SlowWarning` shows it to the user.
@@ -54,7 +54,7 @@ class Fallback:
 
 
 class InternalError(RuntimeError):
-    """The package itself has a defect; the error that shows it is the cause."""
+    """A bug in this package; the error that shows it is the cause."""
 
 
 def attempt(step: str, run: Callable[[], T]) -> T | Fallback:
@@ -138,8 +138,8 @@ def _find_defect(error: Exception) -> str | None:
     notes = ", ".join(getattr(error, "__notes__", []))
     place = notes or f"{module}.{frame.f_code.co_name}"
     return (
-        f"{place} failed with {type(error).__name__}: {reason(error)}. This is a defect of qualms, "
-        "not of the model; please report it, and use engine='reference' until it is fixed."
+        f"{place} failed with {type(error).__name__}: {reason(error)}. This is a bug in qualms, "
+        "not in the model; please report it, and use engine='reference' until it is fixed."
     )
 
 

@@ -76,8 +76,8 @@ def labeled_batches(
         yield reader.read(batch)
     if is_empty:
         raise QualmsError(
-            f"{argument} yields no batch; pass at least one sample, and a list or a DataLoader if "
-            "it is read more than once."
+            f"{argument} yields no batches; pass at least one sample (an iterator can be read only "
+            "once, so pass a list or a DataLoader)."
         )
 
 
@@ -95,7 +95,7 @@ def _require_arguments(model: nn.Module, number: int) -> None:
     except TypeError as error:
         raise QualmsError(
             f"train=(...) is read as one batch of {number} model inputs, which the model does not "
-            "take; pass a list of batches: train=[(inputs, labels)]."
+            "accept; pass a list of batches: train=[(inputs, labels)]."
         ) from error
 
 
@@ -111,8 +111,8 @@ def _iterate(x: Iterable[Any], argument: str) -> Iterator[Any]:
             if not isinstance(x, DataLoader):
                 raise
             raise QualmsError(
-                f"the items of {argument} cannot be put into one batch ({reason(error)}); pass a "
-                "DataLoader with a collate_fn of your own."
+                f"the items of {argument} cannot be collated into one batch ({reason(error)}); "
+                "pass a DataLoader with your own collate_fn."
             ) from error
         yield batch
 
@@ -153,7 +153,7 @@ class _BatchReader:
         if array.dtype.kind not in "biuf" or isinstance(array, np.ma.MaskedArray):
             raise QualmsError(
                 f"an array of {self.argument} is a {type(array).__name__} of {array.dtype}; pass "
-                "plain numbers."
+                "an array of numbers."
             )
         is_float = array.dtype.kind == "f"
         dtype = np.dtype(np.float64) if is_float else array.dtype.newbyteorder("=")
@@ -183,8 +183,8 @@ class _BatchReader:
             return None
         if self.argument == "train" and labels.ndim == 1 and len(labels) != samples:
             raise QualmsError(
-                f"a batch of train has {samples} inputs and {len(labels)} labels; give one label "
-                "for each input."
+                f"a batch of train has {samples} inputs and {len(labels)} labels; pass one label "
+                "per input."
             )
         if labels.shape not in ((samples,), (samples, 1)):
             return None
@@ -233,7 +233,7 @@ def validate_batch(batch: Any, argument: str = "x") -> Batch:
         raise QualmsError(f"a tensor of {argument} is sparse; pass dense tensors.")
     if any(t.ndim == 0 for t in parts):
         raise QualmsError(
-            f"a tensor of {argument} has no batch axis; its first axis must count the inputs."
+            f"a tensor of {argument} has no batch axis; the first axis must be the batch."
         )
     sizes = {t.shape[0] for t in parts}
     if len(sizes) > 1:
@@ -255,7 +255,7 @@ def _require_finite(t: Tensor, argument: str) -> None:
         return
     bad = int((~finite).flatten(1).any(1).nonzero()[0]) if t.ndim > 1 else 0
     raise QualmsError(
-        f"input {bad} of {argument} has a value that is NaN or infinite; clean it before scoring."
+        f"input {bad} of {argument} contains NaN or infinity; fix or remove it before scoring."
     )
 
 

@@ -46,10 +46,11 @@ def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
     for name, chosen_parameter in chosen.items():
         if chosen_parameter.is_complex():
             raise QualmsError(
-                f"the parameter {name} is complex, which is not supported; leave it out by `params`."
+                f"the parameter {name} is complex, which is not supported; exclude it with "
+                "`params`."
             )
     if not named:
-        raise QualmsError("the model has no parameters, so there is nothing to take gradients of.")
+        raise QualmsError("the model has no parameters, so there are no gradients to compute.")
     if not chosen:
         some = ", ".join(list(named)[:3])
         raise QualmsError(f"no parameter matches params={params!r}; names look like {some}.")

@@ -31,7 +31,7 @@ LOGIT_COPIES = 16  # in double precision, in what a score computes from them
 DOUBLE = 8  # bytes
 SMALL_INPUT_BYTES = 2**17  # of inputs that run at once
 LARGE_ROW_BYTES = 2**26  # of rows at once, for which it matters what is free
-FEWER_PARAMETERS = "select fewer parameters by `params`, or use smaller inputs"
+FEWER_PARAMETERS = "select fewer parameters with `params`, or use smaller inputs"
 
 
 def default_budget(device: torch.device) -> int:
@@ -70,13 +70,13 @@ def require_room(
     """
     if needed > limit:
         raise QualmsError(
-            f"{what} take about {in_mebibytes(needed)}, more than the {in_mebibytes(limit)} "
+            f"{what} need about {in_mebibytes(needed)}, more than the {in_mebibytes(limit)} "
             f"available; pass a larger `budget`, {instead}."
         )
 
 
 def in_mebibytes(number: int) -> str:
-    """Bytes for people to read."""
+    """Format a number of bytes for people."""
     return f"{number / 2**20:,.1f} MiB"
 
 
@@ -222,7 +222,7 @@ class PassMemory:
         settings: Settings,
         cache: PlanCache,
     ) -> int:
-        """How many rows fit the budget, measured on the first one.
+        """The number of rows that fit the budget, measured on the first one.
 
         It is not measured where nothing is to be decided: no `budget` that must be kept, and a
         single row, or numbers so few that results thousands of times their size would fit.
@@ -244,7 +244,7 @@ class PassMemory:
         require_room(
             row + self.extra_bytes,
             settings.budget or free_bytes(first.device),
-            f"the results of {self.what} over one input",
+            f"the results of {self.what} for one input",
             "or use smaller inputs",
         )
         room = budget_of_rows(settings.budget, first.device) - self.extra_bytes

@@ -177,8 +177,8 @@ def forward_logits(
         output = call_model(model, with_tensors(model_input.batch, copies))
     if noisy is not None and not noisy.done:
         raise QualmsError(
-            "x is discrete and no embedding of the model reads it, so there is nothing to perturb; "
-            "use regrad+layers, entropy or perturb-theta, or pass the embedded input."
+            "x is discrete and no embedding of the model reads it, so it cannot be perturbed; use "
+            "regrad+layers, entropy or perturb-theta, or pass the embedded input."
         )
     return validate_logits(output, rows)
 
@@ -194,8 +194,8 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
     device = batch_tensors(batch)[0].device
     if parameter is not None and parameter.device != device:
         raise QualmsError(
-            f"the model's parameters are on {parameter.device} and x is on {device}; move one to "
-            "the other."
+            f"the model's parameters are on {parameter.device}, but x is on {device}; move both to "
+            "one device."
         )
 
     def explain(error: Exception) -> QualmsError:
@@ -242,19 +242,19 @@ def validate_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:
     shape = tuple(logits.shape)
     if logits.ndim > 2 and shape[0] == rows:
         raise QualmsError(
-            f"the model returns logits of shape {shape}, so it answers at many positions; pass "
+            f"the model returns logits of shape {shape}, so it predicts at many positions; pass "
             "class_dim= to qualms.Scorer, the axis of the classes: -1 for language models, 1 for "
             "segmentation."
         )
     if logits.ndim != 2 or shape[0] != rows or shape[1] < 2:
         raise QualmsError(
-            f"the model returns logits of shape {shape} for a batch of {rows}; ({rows}, classes) "
-            "with two classes or more is needed (inputs are also run one at a time)."
+            f"the model returns logits of shape {shape} for a batch of {rows}; it must return "
+            f"({rows}, classes) with two or more classes (inputs are also run one at a time)."
         )
     finite = torch.isfinite(logits.detach()).all(dim=1)
     if not bool(finite.all()):
         raise QualmsError(
-            f"the logits of input {int((~finite).nonzero()[0])} of the batch are NaN or infinite; "
-            "check the model's weights and the input's scaling."
+            f"the logits of input {int((~finite).nonzero()[0])} of the batch contain NaN or "
+            "infinity; check the model's weights and the input's scaling."
         )
     return logits

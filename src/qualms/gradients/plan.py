@@ -1,6 +1,6 @@
 """The plan of the exact engine: what the first samples show of the model, and what the work costs.
 
-Planning runs one sample by plain autograd and traced, then two samples traced: the axis that doubles
+Planning runs one sample by plain autograd and traced, then two traced: the axis that doubles
 counts the samples, and the gradient of the first sample must be the same in all three. From the
 traces the plan counts work and memory, which decide how many samples run at once and how.
 """
@@ -316,7 +316,7 @@ class _Planning:
         found = measure(pullback, direction, "l2")
         same_logits = close_logits(logits.detach(), first.logits, first.precision)
         if not same_logits or not self._is_expected(found):
-            raise NotBatchable("the recorded gradient is not plain autograd's")
+            raise NotBatchable("the recorded gradient differs from plain autograd's")
         last = LastProduct.of(pullback)
         return Plan(
             classes=logits.shape[1],
@@ -365,7 +365,7 @@ class _Planning:
         of_first = torch.cat([direction, torch.zeros_like(direction)], dim=1)
         found = measure(Pullback(logits, both.factors, plan.weights, 2), of_first, "l2")
         if not self._is_expected({name: value[:1] for name, value in found.items()}):
-            raise NotBatchable("an input's gradient depends on what else is in the batch")
+            raise NotBatchable("the gradient of a sample depends on the rest of the batch")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the engines have found out about a model, kept from its first batch for all that follow."""
+"""What the engines learn about a model from its first batch, kept for later batches."""
 
 import warnings
 from collections.abc import Callable, Hashable
@@ -17,9 +17,8 @@ Key = tuple[Hashable, ...]
 # Samples may come in any number of shapes, and each plan holds traces of a few of them.
 MAX_PER_KIND = 8
 PROBABILITIES = (
-    "the model's outputs look like probabilities (none is negative, and those of an input add up "
-    "to 1), but are taken for logits; leave out its last softmax, or return the logarithm of the "
-    "probabilities."
+    "the model's outputs look like probabilities (none is negative, and each row sums to 1), but "
+    "are treated as logits; remove the final softmax, or return log-probabilities."
 )
 
 
@@ -45,7 +44,7 @@ class PlanCache:
         return found if isinstance(found, kind) else None
 
     def keep(self, key: Key, finding: object) -> None:
-        """Keep a finding, and drop the one of its kind that was not asked for longest."""
+        """Keep a finding, and drop the least recently used one of its kind."""
         self.found.pop(key, None)
         of_kind = [other for other in self.found if other[0] == key[0]]
         for oldest in of_kind[: max(0, len(of_kind) + 1 - MAX_PER_KIND)]:
@@ -53,11 +52,11 @@ class PlanCache:
         self.found[key] = finding
 
     def forget(self, key: Key) -> None:
-        """Drop a finding that does not hold any more."""
+        """Drop a finding that no longer holds."""
         self.found.pop(key, None)
 
     def once(self, key: Key, find: Callable[[], T]) -> T:
-        """The finding of a key, which `find` makes if there is none; a key has one such function."""
+        """Return the cached value of a key; `find` computes it first if there is none."""
         if key not in self.found:
             self.keep(key, find())
         self.found[key] = self.found.pop(key)
@@ -75,7 +74,7 @@ class PlanCache:
         )
 
     def warn_of_probabilities(self, logits: Tensor) -> None:
-        """Warn once if what is taken for logits looks like probabilities."""
+        """Warn once if what is treated as logits looks like probabilities."""
         if PROBABILITIES not in self.warned and look_like_probabilities(logits):
             self._warn_once(PROBABILITIES, PROBABILITIES, ProbabilitiesWarning)
 

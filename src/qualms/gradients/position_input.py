@@ -1,4 +1,4 @@
-"""A model that answers at many positions, read as a classifier of some of them, one sample at a time.
+"""A model that predicts at many positions, as a classifier of some of them, one sample at a time.
 
 What a sample gives alone does not depend on the others in its batch. Padding changes more than it
 should: some models count positions from where the padding starts. So texts are cut to the tokens
@@ -65,8 +65,8 @@ class SampleAlone:
             live = mask[0].bool().nonzero().flatten()
             if len(live) == 0:
                 raise QualmsError(
-                    f"the {side + MASK} of input {number} of the batch leaves nothing of it; leave "
-                    "it out."
+                    f"the {side + MASK} of input {number} of the batch masks all of it; leave this "
+                    "input out."
                 )
             first, last = int(live[0]), int(live[-1])
             # Where a mask has holes, the model itself must know what to do with it.
@@ -79,7 +79,7 @@ class SampleAlone:
         return cls(one, kept, length)
 
     def require_fit(self, positions: int) -> None:
-        """Raise an error if padding was cut off, and there are not as many answers as tokens left."""
+        """Raise an error if padding was cut off but predictions and tokens differ in number."""
         if self.kept is not None and positions != len(self.kept):
             raise _mismatch(str(positions), len(self.kept))
 
@@ -113,8 +113,8 @@ class SampleAlone:
 
 def _mismatch(positions: str, tokens: int) -> QualmsError:
     return QualmsError(
-        f"the model answers at {positions} positions for {tokens} tokens, so it is not clear which "
-        "of its answers an attention mask leaves out; pass one text at a time, without padding."
+        f"the model predicts at {positions} positions for {tokens} tokens, so it is not clear "
+        "which of them the attention mask excludes; pass one text at a time, without padding."
     )
 
 
@@ -139,7 +139,7 @@ def live_positions(
 
 
 def _answering_side(batch: dict[str, Tensor]) -> str:
-    """How the arguments begin whose positions the model answers at."""
+    """The prefix of the arguments at whose positions the model predicts."""
     has_decoder = any(name.startswith(DECODER) for name in batch)
     return DECODER if has_decoder else ""
 
@@ -229,21 +229,21 @@ def classes_last(output: Any, class_dim: int) -> Float[Tensor, "b *positions c"]
     shape = tuple(logits.shape)
     if logits.ndim < 3:
         raise QualmsError(
-            f"the model returns logits of shape {shape}, one answer for each input; leave out "
+            f"the model returns logits of shape {shape}, one prediction per input; leave out "
             "class_dim."
         )
     is_axis = -logits.ndim <= class_dim < logits.ndim
     axis = class_dim % logits.ndim if is_axis else 0
     if axis == 0 or shape[axis] < 2:
         raise QualmsError(
-            f"class_dim={class_dim} is not an axis of classes in logits of shape {shape}; use -1 "
+            f"class_dim={class_dim} is not a class axis of logits of shape {shape}; use -1 "
             "for language models, 1 for segmentation."
         )
     return logits.movedim(axis, -1)
 
 
 def inner_params(model: nn.Module, params: Params) -> Params:
-    """Which parameters count where the model is read at positions: those that count in itself."""
+    """Which parameters count where the model is read at positions: those of the model itself."""
     if params is None:
         return None
     chosen = selected_parameters(model, params)

@@ -1,4 +1,4 @@
-"""How precise numbers are: what sums are taken in, and when results agree but for rounding."""
+"""How precise numbers are: what sums are taken in, and when results agree up to rounding."""
 
 import math
 from typing import Any
@@ -68,7 +68,7 @@ def close(
     want: Float[Tensor, "rows n"],
     precision: torch.dtype | None = None,
 ) -> bool:
-    """Whether two tensors are the same but for rounding, each row measured by its largest entry.
+    """Whether two tensors are the same up to rounding, each row measured by its largest entry.
 
     Args:
         have: one tensor.
@@ -86,7 +86,7 @@ def close_logits(
     want: Float[Tensor, "rows c"],
     precision: torch.dtype | None = None,
 ) -> bool:
-    """Whether logits are the same but for rounding.
+    """Whether logits are the same up to rounding.
 
     Classes that are masked by a huge negative number are measured by themselves, and set no measure
     for the others.
@@ -125,7 +125,7 @@ def _is_within(
 
 @torch.no_grad()
 def same_values(have: Tensor, want: Tensor) -> bool:
-    """Whether two results of the same operations are equal but for the last digits of their type."""
+    """Whether two results of the same operations are equal up to rounding."""
     if have.dtype != want.dtype or not want.is_floating_point():
         return torch.equal(have, want)
     is_coarse = want.element_size() < 4

@@ -61,7 +61,7 @@ class GradientRequest:
 
     @property
     def num_samples(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
         return num_samples(self.batch)
 
     @property
@@ -71,7 +71,7 @@ class GradientRequest:
 
     @property
     def shapes(self) -> tuple[Hashable, ...]:
-        """What samples of the same kind share: the names, shapes and types of their tensors."""
+        """What samples of one kind share: the names, shapes and types of their tensors."""
         return shapes_of(self.batch)
 
     @property

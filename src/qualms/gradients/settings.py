@@ -81,8 +81,8 @@ class Settings:
             raise QualmsError(f"seed={self.seed!r} is invalid; pass a whole number, 0 or more.")
         if self.tolerance is not None and not _is_share(self.tolerance):
             raise QualmsError(
-                f"tolerance={self.tolerance!r} is invalid; pass a share of the score, from 0 "
-                "(exact) to below 1."
+                f"tolerance={self.tolerance!r} is invalid; pass a fraction of the score, from "
+                "0 (exact) to below 1."
             )
         if not isinstance(self.engine, Sketch):
             _require_known("engine", self.engine, get_args(Engine))
@@ -169,7 +169,7 @@ class Smoothing:
         numbers = sigma if isinstance(sigma, tuple) else (sigma,)
         if len(arguments) > 2 or not all(map(_is_number, numbers)):
             raise QualmsError(
-                f"smoothing={value!r} is not known; pass qualms.Smoothing, a number σ, or the pair "
+                f"smoothing={value!r} is invalid; pass qualms.Smoothing, a number σ, or the pair "
                 "(σ, N)."
             )
         return cls(*arguments)

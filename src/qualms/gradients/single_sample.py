@@ -1,4 +1,4 @@
-"""One sample by plain autograd: what every engine must agree with before its results are used."""
+"""One sample by plain autograd, which every engine must match before its results are used."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from qualms.gradients.model_input import ModelInput, forward_logits, in_channels
 from qualms.gradients.precision import Narrowest, at_least_float32, close_logits
 
 NO_PATH = (
-    "the logits do not depend on any parameter in a way that can be differentiated; "
+    "the logits do not depend differentiably on any parameter; "
     "remove torch.no_grad, detach or inference-only operations from the model's forward pass."
 )
 
@@ -77,8 +77,8 @@ def require_repeatable(
     again = forward_logits(model, row, casts)
     if not close_logits(again, logits, casts.of(logits)):
         raise QualmsError(
-            "the model is random in evaluation mode: the same input gave two different logits; "
-            "turn off its randomness (dropout called with training=True, sampling layers)."
+            "the model is random in evaluation mode: the same input gave two different outputs; "
+            "turn off its randomness (such as dropout with training=True, or sampling layers)."
         )
     return casts.of(logits)
 

@@ -1,4 +1,4 @@
-"""Every check that a traced batch must pass before its gradients are believed.
+"""Every check that a traced batch must pass before its gradients are used.
 
 - The first sample's gradient is also computed by plain autograd (`plan.py`).
 - No parameter may reach the logits around its stand-in: the graph itself is searched for it
@@ -27,8 +27,8 @@ from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Kind
 
 ROWS_AHEAD = 2048  # whose logits are computed ahead of the chunks that they are compared with
-INFLUENCE = "the inputs of a batch influence each other"
-MIXTURE = "the model mixes the inputs of a batch"
+INFLUENCE = "the samples of a batch influence each other"
+MIXTURE = "the model mixes samples within a batch"
 
 
 # Cross-batch influence.

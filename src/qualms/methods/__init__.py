@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from qualms.methods.training_features import *
     from qualms.methods.training_heads import *
 
-__all__ = ["METHODS", "Estimate", "GradientScore", "Method", "list_methods", "parse"]
+__all__ = [
+    "METHODS",
+    "Estimate",
+    "GradientScore",
+    "Method",
+    "list_methods",
+    "parse",
+]
 
 # Every class of the table is exported: `qualms.methods.REGrad`.
 globals().update({kind.__name__: kind for kind in METHODS})

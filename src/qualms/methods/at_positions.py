@@ -35,7 +35,8 @@ def require_positions(methods: Mapping[str, Method]) -> None:
     for name, method in methods.items():
         if not isinstance(method, GradientScore) and method.needs != (LOGITS,):
             raise QualmsError(
-                f"{name} scores whole inputs, not every position; use regrad, fisher, entropy or energy."
+                f"{name} cannot score single positions, only whole inputs; "
+                "use regrad, fisher, entropy or energy."
             )
 
 
@@ -64,13 +65,17 @@ class _LogitsContext(BatchContext):
     """Positions in place of inputs, with nothing but their logits, which are the batch."""
 
     @cached_property
-    def _plain_results(self) -> tuple[Float[Tensor, "t c"], Head | QualmsError]:
+    def _plain_results(
+        self,
+    ) -> tuple[Float[Tensor, "t c"], Head | QualmsError]:
         logits = self.batch
         assert isinstance(logits, Tensor)
         return logits, QualmsError("positions have no last layer of their own.")
 
 
-def groups_of(methods: Mapping[str, Method]) -> dict[Group, dict[str, GradientScore]]:
+def groups_of(
+    methods: Mapping[str, Method],
+) -> dict[Group, dict[str, GradientScore]]:
     """Group the gradient scores by the tangents that they share."""
     groups: dict[Group, dict[str, GradientScore]] = {}
     for name, method in methods.items():
@@ -153,8 +158,8 @@ class TangentSums:
             y = products.tangents[:, some].movedim(0, 1)
             if not bool(torch.isfinite(y).all()):
                 raise QualmsError(
-                    "the sketch met numbers too large for the model's precision; use float32, or a few positions= with "
-                    "engine='exact'."
+                    "the sketch overflowed the model's precision; use float32, or a few positions= "
+                    "with engine='exact'."
                 )
             projections = {n: self._average_rows(n, some, products, y) for n in self.directions}
             if not is_last:
@@ -203,7 +208,10 @@ class TangentSums:
                 is_single = squares.shape[1] == 1
                 dtype = squares.dtype if is_single else at_least_float32(self.like).dtype
                 self.squares[name] = torch.zeros(
-                    self.shape[0], squares.shape[1], dtype=dtype, device=squares.device
+                    self.shape[0],
+                    squares.shape[1],
+                    dtype=dtype,
+                    device=squares.device,
                 )
             self.squares[name][some] += squares.to(self.squares[name])
             if name == "classes":

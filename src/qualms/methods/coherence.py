@@ -72,7 +72,9 @@ def collinearity(gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
     return squared_cosines(gram).sum((1, 2)) / (c * (c - 1))
 
 
-def collinearity_without_each(gram: Float[Tensor, "b c c"]) -> Float[Tensor, "b c"]:
+def collinearity_without_each(
+    gram: Float[Tensor, "b c c"],
+) -> Float[Tensor, "b c"]:
     """κ without each of the classes."""
     c = gram.shape[-1]
     cosines = squared_cosines(gram)
@@ -123,7 +125,8 @@ def estimate_coherence(
     total, total_error = estimate(terms, chances)
     value = kappa**4 * total
     relative = torch.hypot(
-        4 * kappa_error / kappa.clamp_min(TINY), total_error / total.clamp_min(TINY)
+        4 * kappa_error / kappa.clamp_min(TINY),
+        total_error / total.clamp_min(TINY),
     )
     return Estimate(value, value * relative)
 
@@ -179,7 +182,7 @@ class Coherence(Method):
         return frozenset(name for block in blocks[-BLOCKS:] for name in block)
 
     def num_directions(self, classes: int) -> int:
-        """How many backward passes there are: one for each class, or those for contrasts of some."""
+        """The number of backward passes: one per class, or those for some contrasts of classes."""
         return min(classes, 2 + PAIRED + DRAWN)
 
     def _contrasts(self, context: BatchContext) -> ContrastedClasses:

@@ -14,14 +14,29 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch, batch_tensors, num_samples, parts_of, take_samples
+from qualms.gradients.batch import (
+    Batch,
+    batch_tensors,
+    num_samples,
+    parts_of,
+    take_samples,
+)
 from qualms.gradients.directions import Directions
 from qualms.gradients.input_data import labeled_batches
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.layer_table import LayerTable, layer_table
 from qualms.gradients.layers import Granularity
-from qualms.gradients.memory import PassMemory, budget_of_rows, free_bytes, require_room
-from qualms.gradients.model_input import ModelInput, forward_logits, perturbed_in_parts
+from qualms.gradients.memory import (
+    PassMemory,
+    budget_of_rows,
+    free_bytes,
+    require_room,
+)
+from qualms.gradients.model_input import (
+    ModelInput,
+    forward_logits,
+    perturbed_in_parts,
+)
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.request import GradientRequest
@@ -111,10 +126,18 @@ class ModelContext:
         """
 
         def run(row: Batch) -> Tensor:
-            with torch.enable_grad(), all_parameters_differentiable(self.model):
+            with (
+                torch.enable_grad(),
+                all_parameters_differentiable(self.model),
+            ):
                 return forward_logits(self.model, ModelInput(row))
 
-        work = PassMemory("a pass that keeps its graph", run, ROWS_WITH_GRAPH, factor=times)
+        work = PassMemory(
+            "a pass that keeps its graph",
+            run,
+            ROWS_WITH_GRAPH,
+            factor=times,
+        )
         return work.rows_at_once(batch, num_samples(batch), self.settings, self.cache)
 
 
@@ -163,7 +186,9 @@ class BatchContext:
     # The one plain forward pass.
 
     @cached_property
-    def _plain_results(self) -> tuple[Float[Tensor, "b c"], Head | QualmsError]:
+    def _plain_results(
+        self,
+    ) -> tuple[Float[Tensor, "b c"], Head | QualmsError]:
         """The logits, and the head that computed them or the reason why there is none.
 
         If an engine will compare its logits with these, inputs run in groups of every second one,
@@ -202,7 +227,7 @@ class BatchContext:
 
     @property
     def logits(self) -> Float[Tensor, "b c"]:
-        """z(x), in double precision: probabilities near 1 and small divergences keep their digits."""
+        """z(x), in double precision, which small probabilities and divergences need."""
         return self._plain_results[0].double()
 
     @property
@@ -236,7 +261,12 @@ class BatchContext:
     def request(self, directions: Directions, smooth: Smoothing | None) -> GradientRequest:
         """The batch as an engine takes it."""
         return GradientRequest(
-            self.model, self.batch, self.numbers, self.model_context.settings, directions, smooth
+            self.model,
+            self.batch,
+            self.numbers,
+            self.model_context.settings,
+            directions,
+            smooth,
         )
 
     def norm_table(
@@ -250,7 +280,7 @@ class BatchContext:
         Args:
             directions: m of them.
             smooth: perturbations that gradients are averaged over.
-            lam: the smallest λ of the scores that use the table; None if one weights layers equally.
+            lam: the smallest λ of the scores that use the table; None if one of them has no λ.
         """
 
         def compute() -> LayerTable:
@@ -348,7 +378,10 @@ class BatchContext:
         Args:
             times: how many times the memory of the graph the pass takes.
         """
-        return parts_of(self.batch, self.model_context.rows_with_graph(self.batch, times))
+        return parts_of(
+            self.batch,
+            self.model_context.rows_with_graph(self.batch, times),
+        )
 
     def blocks(self, bytes_each: int, what: str, most: int | None = None) -> Iterator[slice]:
         """Split the inputs into blocks that hold a quarter of the budget at most.
@@ -359,7 +392,12 @@ class BatchContext:
             most: inputs of a block.
         """
         budget = self.model_context.settings.budget
-        require_room(bytes_each, budget or free_bytes(self.device), what, "or take fewer draws")
+        require_room(
+            bytes_each,
+            budget or free_bytes(self.device),
+            what,
+            "or take fewer draws",
+        )
         inputs = num_samples(self.batch)
         room = budget_of_rows(budget, self.device) // (4 * bytes_each)
         size = max(1, min(most or inputs, room))

@@ -21,7 +21,9 @@ def log_softmax(logits: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
     return below - log_sum_of_others(below, best).exp().log1p()
 
 
-def log_complements(log_p: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
+def log_complements(
+    log_p: Float[Tensor, "... c"],
+) -> Float[Tensor, "... c"]:
     """log(1 - p_c). That of the likeliest class comes from the probabilities of all others."""
     best = log_p.argmax(-1, keepdim=True)
     return (-log_p.exp()).log1p().scatter(-1, best, log_sum_of_others(log_p, best))
@@ -47,7 +49,9 @@ def kl(log_q: Float[Tensor, "... c"], log_p: Float[Tensor, "... c"]) -> Float[Te
     return torch.where(r > 0, above, below).clamp_min(0).sum(-1)
 
 
-def distance_from_uniform(logits: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+def distance_from_uniform(
+    logits: Float[Tensor, "b c"],
+) -> Float[Tensor, " b"]:
     """Σ_c |p_c - 1/C|, accurate where p is nearly uniform."""
     return uniform(logits[:, None])[0, :, 0].abs().sum(-1)
 
@@ -57,7 +61,9 @@ def expected_kl(log_q: Float[Tensor, "b n c"], log_p: Float[Tensor, "b c"]) -> F
     return kl(log_q, log_p[:, None]).mean(1)
 
 
-def mutual_information(log_q: Float[Tensor, "b n c"]) -> Float[Tensor, " b"]:
+def mutual_information(
+    log_q: Float[Tensor, "b n c"],
+) -> Float[Tensor, " b"]:
     """Mutual information between the prediction and what was drawn, from log q_n of each draw n.
 
     It is H(E_n q_n) - E_n H(q_n), computed as E_n KL(q_n ‖ E_n q_n): a sum over classes, of which a
@@ -69,8 +75,10 @@ def mutual_information(log_q: Float[Tensor, "b n c"]) -> Float[Tensor, " b"]:
     return torch.stack(parts).sum(0)
 
 
-def _information_of_classes(log_q: Float[Tensor, "b n c"]) -> Float[Tensor, " b"]:
-    """What a block of classes adds to the mutual information."""
+def _information_of_classes(
+    log_q: Float[Tensor, "b n c"],
+) -> Float[Tensor, " b"]:
+    """The contribution of a block of classes to the mutual information."""
     most = log_q.amax(1, keepdim=True)
     # Exact where all draws agree.
     mean = most + (log_q - most).expm1().mean(1, keepdim=True).log1p()

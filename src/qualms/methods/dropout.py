@@ -15,13 +15,22 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch, num_samples, take_samples, tensors_in
+from qualms.gradients.batch import (
+    Batch,
+    num_samples,
+    take_samples,
+    tensors_in,
+)
 from qualms.gradients.memory import PassMemory
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.context import ROWS_AT_ONCE, BatchContext
 from qualms.methods.divergence import log_softmax
 from qualms.methods.method import SEVERAL_PASSES
-from qualms.methods.monte_carlo import MonteCarlo, draws_at_once, information_over_draws
+from qualms.methods.monte_carlo import (
+    MonteCarlo,
+    draws_at_once,
+    information_over_draws,
+)
 from qualms.parameters import SHARE, whole
 from qualms.random import generator
 
@@ -128,7 +137,7 @@ class MCDropout(MonteCarlo):
         layers = [m for m in context.model.modules() if isinstance(m, DROPOUT) and m.p > 0]
         if not layers:
             raise QualmsError(
-                "the model has no dropout layer, which mc-dropout needs; use inserted-dropout."
+                "mc-dropout needs a dropout layer, but the model has none; use inserted-dropout."
             )
 
         def log_probs(block: slice) -> Iterator[Tensor]:
@@ -166,7 +175,10 @@ def _forward_thinned(
         replay: of what comes before the first of the layers.
     """
     noise = generator(context.seed, draw)
-    with _apply_masks(layers, num_samples(part), noise, replay), replay.run():
+    with (
+        _apply_masks(layers, num_samples(part), noise, replay),
+        replay.run(),
+    ):
         return forward_logits(context.model, ModelInput(part))
 
 
@@ -190,8 +202,8 @@ def _apply_masks(
         replay.end_prefix()
         if out.shape[0] != rows:
             raise QualmsError(
-                "a dropout layer of the model receives a tensor whose first axis is not the batch, so mc-dropout cannot "
-                "use the same mask for all inputs; use inserted-dropout."
+                "a dropout layer of the model receives a tensor whose first axis is not the "
+                "batch, so mc-dropout cannot use one mask for all inputs; use inserted-dropout."
             )
         shape: tuple[int, ...] = (1, *out.shape[1:])
         if isinstance(layer, CHANNEL_DROPOUT):
@@ -236,7 +248,7 @@ class _Replay:
             self.results = None
 
     def end_prefix(self) -> None:
-        """From here on, operations differ from run to run."""
+        """Mark that operations differ between runs from here on."""
         if self._mode is not None and self._mode.is_prefix:
             self._mode.is_prefix = False
             if self.results is None:
@@ -244,7 +256,7 @@ class _Replay:
 
 
 def _versions(results: list[Any]) -> list[int]:
-    """Of all tensors; an operation that changes one in place counts its version up."""
+    """The versions of all tensors; an in-place operation increments its tensor's version."""
     return [t._version for t in tensors_in(results)]
 
 

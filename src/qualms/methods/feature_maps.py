@@ -1,4 +1,4 @@
-"""Scores of the feature maps inside of a convolutional network: the last one changed, and gradients
+"""Scores of the feature maps in a convolutional network: the last one changed, and gradients
 with respect to all of them.
 """
 
@@ -20,6 +20,7 @@ from qualms.methods.method import GRADIENTS, SEVERAL_PASSES, Method
 from qualms.methods.noise import noise_inputs
 
 NOISE_INPUTS = 8
+INSTEAD = "energy, gradnorm-huang, odin or regrad"
 
 
 def remove_rank_1(maps: Float[Tensor, "b c p"]) -> Float[Tensor, "b c p"]:
@@ -49,7 +50,10 @@ class RankFeat(Method):
     """
 
     name = "rankfeat"
-    paper = "Song et al., RankFeat: Rank-1 Feature Removal for Out-of-distribution Detection, NeurIPS 2022"
+    paper = (
+        "Song et al., RankFeat: Rank-1 Feature Removal for Out-of-distribution Detection, NeurIPS "
+        "2022"
+    )
     needs = (SEVERAL_PASSES,)
     cost = "2"
 
@@ -74,7 +78,10 @@ def gradient_densities(
     Args:
         gradients: with respect to feature maps, [b, channel, height, width].
     """
-    return torch.cat([(g != 0).mean((2, 3), dtype=torch.double) for g in gradients], dim=1)
+    return torch.cat(
+        [(g != 0).mean((2, 3), dtype=torch.double) for g in gradients],
+        dim=1,
+    )
 
 
 def gaia_z(densities: Float[Tensor, "b channels"]) -> Float[Tensor, " b"]:
@@ -94,7 +101,7 @@ class GAIA(Method):
     Of the paper's two scores we chose this one: it needs one gradient and no linear head, and on
     small networks for digits its direction was right (AUROC 0.56 to 0.69 in five trainings), unlike
     that of GAIA-A (0.29 to 0.55). Smooth activations such as GELU have no zero gradients, so the
-    score is meaningless there: an error, if all densities are the same for inputs of noise. It ranks
+    score is meaningless there: an error, if all densities are the same for noise inputs. It ranks
     backwards on most networks of our study (the page on heat).
 
     Example:
@@ -109,7 +116,10 @@ class GAIA(Method):
     """
 
     name = "gaia"
-    paper = "Chen et al., GAIA: Delving into Gradient-based Attribution Abnormality for OOD Detection, NeurIPS 2023"
+    paper = (
+        "Chen et al., GAIA: Delving into Gradient-based Attribution Abnormality for OOD "
+        "Detection, NeurIPS 2023"
+    )
     needs = (GRADIENTS,)
     cost = "1, and 1 backward"
 
@@ -132,8 +142,9 @@ class GAIA(Method):
             )
         if not is_informative:
             raise QualmsError(
-                "gradients with respect to the model's feature maps are zero equally often for all inputs of noise, as "
-                "with GELU, SiLU or LeakyReLU, so gaia carries no information; use energy, gradnorm-huang, odin or regrad."
+                "gradients with respect to the model's feature maps are zero equally often for "
+                "all noise inputs, as with GELU, SiLU or LeakyReLU, so gaia is uninformative; "
+                f"use {INSTEAD}."
             )
         return gaia_z(torch.cat(densities))
 
@@ -164,7 +175,7 @@ def _measure_densities(
         gradients = [g for g in every if g is not None]
     if not gradients:
         raise QualmsError(
-            "the model has no feature maps of normalization layers or convolutions, which gaia needs; "
-            "use energy, gradnorm-huang, odin or regrad."
+            "gaia needs feature maps of normalization layers or convolutions, but the model has "
+            f"none; use {INSTEAD}."
         )
     return gradient_densities(gradients), recorder.has_flat

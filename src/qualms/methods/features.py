@@ -105,7 +105,10 @@ class SCALE(Method):
     percentile: float = 85.0
 
     name = "scale"
-    paper = "Xu et al., Scaling for Training Time and Post-hoc Out-of-distribution Detection Enhancement, ICLR 2024"
+    paper = (
+        "Xu et al., Scaling for Training Time and Post-hoc Out-of-distribution Detection "
+        "Enhancement, ICLR 2024"
+    )
     needs = (LOGITS,)
     cost = "1"
     rules: ClassVar = {"percentile": PERCENTILE}
@@ -161,7 +164,10 @@ class ASHS(Method):
     percentile: float = 90.0
 
     name = "ash-s"
-    paper = "Djurisic et al., Extremely Simple Activation Shaping for Out-of-Distribution Detection, ICLR 2023"
+    paper = (
+        "Djurisic et al., Extremely Simple Activation Shaping for Out-of-Distribution Detection, "
+        "ICLR 2023"
+    )
     needs = (LOGITS,)
     cost = "1"
     rules: ClassVar = {"percentile": PERCENTILE}
@@ -217,7 +223,7 @@ def gradnorm_huang(
     logits: Float[Tensor, "b c"],
     features: Float[Tensor, "b f"],
 ) -> Float[Tensor, " b"]:
-    """Minus ‖∇_W KL(uniform ‖ p)‖₁ = -Σ_c |p_c - 1/C| · ‖h‖₁, since the gradient is (p - 1/C) hᵀ."""
+    """Minus ‖∇_W KL(uniform ‖ p)‖₁ = -Σ_c |p_c - 1/C| · ‖h‖₁; the gradient is (p - 1/C) hᵀ."""
     return -distance_from_uniform(logits) * features.double().abs().sum(-1)
 
 
@@ -239,7 +245,10 @@ class GradNormHuang(Method):
     """
 
     name = "gradnorm-huang"
-    paper = "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the Wild, NeurIPS 2021"
+    paper = (
+        "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the "
+        "Wild, NeurIPS 2021"
+    )
     needs = (LOGITS,)
     cost = "1"
 
@@ -259,13 +268,14 @@ def row_space(weight: Float[Tensor, "c f"]) -> Float[Tensor, "r f"]:
     basis = vectors[values > values.amax() * rounding]
     if not len(basis):
         raise QualmsError(
-            "the weights of the last layer are all zero, so they reconstruct nothing and clafr is the same for every "
-            "input; check the model's weights."
+            "the weights of the last layer are all zero, so clafr is the same for every input; "
+            "check the model's weights."
         )
-    if len(basis) == weight.shape[1]:
+    num_classes, num_features = weight.shape
+    if len(basis) == num_features:
         raise QualmsError(
-            f"the last layer has {weight.shape[0]} classes on {weight.shape[1]} features, so its weights reconstruct "
-            "every feature and clafr is zero; use energy, scale or regrad."
+            f"the last layer has {num_classes} classes for {num_features} features, so its weights "
+            "span all features and clafr is always zero; use energy, scale or regrad."
         )
     return basis
 
@@ -287,7 +297,7 @@ def clafr(features: Float[Tensor, "b f"], basis: Float[Tensor, "r f"]) -> Float[
 class ClaFR(Method):
     """The share of the features' norm that the last layer's weights do not reconstruct.
 
-    ‖h - V Vᵀ h‖ / ‖h‖, with V an orthonormal basis of the row space of the weight. What lies outside
+    ‖h - V Vᵀ h‖ / ‖h‖, with V an orthonormal basis of the weight's row space. What lies outside
     of that space has no influence on any class.
 
     The paper's abstract: an orthogonal decomposition of the classifier's weights, the features
@@ -308,7 +318,10 @@ class ClaFR(Method):
     """
 
     name = "clafr"
-    paper = "Wang et al., Frustratingly Easy Feature Reconstruction for Out-of-Distribution Detection, PRCV 2025"
+    paper = (
+        "Wang et al., Frustratingly Easy Feature Reconstruction for Out-of-Distribution "
+        "Detection, PRCV 2025"
+    )
     needs = (LOGITS,)
     cost = "1"
 

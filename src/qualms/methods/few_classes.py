@@ -5,7 +5,7 @@ further classes are drawn and added to those before. Rather than more than half 
 are measured, which leaves no error. Which classes are measured for an input depends on itself and
 the seed alone.
 
-As more are drawn only where the error looks large, sums come out a little too low. They are much too
+As more are drawn only where the error looks large, sums are a little too low. They are much too
 low where a few classes have gradients many times longer than expected, and none of them is in the
 sample.
 """
@@ -177,7 +177,12 @@ class ClassSums:
         if turn == 0:
             # By the logits of the inputs as the engine runs them: alone, if they influence each
             # other.
-            sample = SampledClasses(("drawn",), _mean_sizes(self.methods, self.head), number, seed)
+            sample = SampledClasses(
+                ("drawn",),
+                _mean_sizes(self.methods, self.head),
+                number,
+                seed,
+            )
             table = self._table(index, sample)
             classes, chances = sample.draw(table.logits)
             tally.sizes[index] = self.sizes(table.logits)

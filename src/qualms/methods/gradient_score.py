@@ -30,7 +30,14 @@ from qualms.gradients.settings import Smoothing
 from qualms.gradients.sketching.projections import Projections
 from qualms.methods.context import BatchContext
 from qualms.methods.few_classes import ClassSums, layer_sums_by_few_classes
-from qualms.methods.method import FEW, GRADIENTS, Estimate, Method, Scale, convert_noise
+from qualms.methods.method import (
+    FEW,
+    GRADIENTS,
+    Estimate,
+    Method,
+    Scale,
+    convert_noise,
+)
 from qualms.parameters import FINITE_OR_NONE, Rule
 
 LAMBDA = 0.3
@@ -143,14 +150,15 @@ class GradientScore(Method):
         return table.layers, torch.einsum("bc,bcl->bl", weights, norms**self.power)
 
     def note(self, context: BatchContext) -> str | None:
-        """Say if scores are estimated from some of the classes, and how well."""
+        """Whether scores are estimated from some of the classes, and with what error."""
         if not self.samples_classes(context):
             return None
         tolerance = context.model_context.settings.tolerance or 0.0
         late = ", skipping early layers with a negligible contribution" if self.layers else ""
         return (
-            f"{self.spec} is estimated from some of the {context.num_classes} classes{late}; the standard error is "
-            f"at most {100 * tolerance:g} % of each score. Use engine='exact' for all classes and layers."
+            f"{self.spec} is estimated from some of the {context.num_classes} classes{late}; "
+            f"the standard error is at most {100 * tolerance:g} % of each score. "
+            "Use engine='exact' for all classes and layers."
         )
 
     @property
@@ -178,7 +186,10 @@ class GradientScore(Method):
         """The same score with two draws of smoothing at most."""
         if self.smooth is None:
             return self
-        return replace(self, smooth=replace(self.smooth, draws=min(self.smooth.draws, FEW)))
+        return replace(
+            self,
+            smooth=replace(self.smooth, draws=min(self.smooth.draws, FEW)),
+        )
 
 
 @dataclass(frozen=True)
@@ -288,7 +299,10 @@ def _sketched_sum(
     if method.power == 2:
         values = weighted_sum(projections.square, weights)
         return Estimate(values, projections.weighted_error(norms, 2 * weights * norms))
-    return Estimate(weighted_sum(norms, weights), projections.weighted_error(norms, weights))
+    return Estimate(
+        weighted_sum(norms, weights),
+        projections.weighted_error(norms, weights),
+    )
 
 
 def _skip_early_layers(
@@ -340,4 +354,11 @@ def class_sums(
     """
     request = context.request(Directions(("classes",)), methods[0].smooth)
     cache = context.model_context.cache
-    return ClassSums(request, methods, cache, context.head_weight, lam, context.known_logits)
+    return ClassSums(
+        request,
+        methods,
+        cache,
+        context.head_weight,
+        lam,
+        context.known_logits,
+    )

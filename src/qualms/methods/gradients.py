@@ -163,7 +163,7 @@ def isotropic(norms: Float[Tensor, "b c"], probs: Float[Tensor, "b c"]) -> Float
 
 @dataclass(frozen=True)
 class Isotropic(GradientScore):
-    """How far probabilities move with the weights: Σ_c ‖∇θ p_c‖² = Σ_c p_c² ‖∇θ log p_c‖².
+    """How much probabilities change with the weights: Σ_c ‖∇θ p_c‖² = Σ_c p_c² ‖∇θ log p_c‖².
 
     It is the total variance of the prediction, divided by σ², if the weights vary by N(0, σ²I) with
     a small σ.
@@ -218,7 +218,10 @@ class GradNorm(GradientScore):
     """
 
     name = "gradnorm"
-    paper = "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the Wild, NeurIPS 2021"
+    paper = (
+        "Huang et al., On the Importance of Gradients for Detecting Distributional Shifts in the "
+        "Wild, NeurIPS 2021"
+    )
     cost = "2, and 1 backward"
     direction = "uniform"
 
@@ -265,7 +268,9 @@ class NEGrad(GradientScore):
         return torch.ones_like(probs[:, :1])
 
 
-def confounding_label(gradient: Float[Tensor, "b p"]) -> Float[Tensor, " b"]:
+def confounding_label(
+    gradient: Float[Tensor, "b p"],
+) -> Float[Tensor, " b"]:
     """Minus ‖∇θ L‖, from the gradient of L, the binary cross-entropy with every class on."""
     return -gradient.norm(dim=-1)
 

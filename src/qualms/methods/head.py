@@ -20,8 +20,8 @@ from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.tracing.traced_forward import use_order
 
 NO_HEAD = (
-    "the model's logits are not the result of a linear layer on one vector for each input, which this method needs; "
-    "use entropy, energy, regrad or perturb-theta."
+    "this method needs logits from a final linear layer on one vector per input, which the model "
+    "does not have; use entropy, energy, regrad or perturb-theta."
 )
 
 
@@ -42,7 +42,9 @@ class Head:
         return replace(self, features=self.features[index.to(self.features.device)])
 
     @staticmethod
-    def concatenate(parts: "list[Head | QualmsError]") -> "Head | QualmsError":
+    def concatenate(
+        parts: "list[Head | QualmsError]",
+    ) -> "Head | QualmsError":
         """Join the heads of several parts of a batch; the first error, if a part has no head."""
         heads: list[Head] = []
         for part in parts:
@@ -139,8 +141,8 @@ def find_blocks(model: nn.Module, batch: Batch, params: Params, method: str) -> 
     blocks = heavy_blocks(model, batch, selected_parameters(model, params))
     if not blocks:
         raise QualmsError(
-            f"{method} needs to see in which order the model uses its layers, which it hides from torch's function "
-            "modes (a scripted module?); use regrad or entropy."
+            f"{method} needs the order in which the model uses its layers, but the model hides "
+            "it from torch's function modes (a scripted module?); use regrad or entropy."
         )
     return blocks
 

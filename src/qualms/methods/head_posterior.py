@@ -50,7 +50,8 @@ class Full:
         width = h.shape[1]
         blocks = torch.cholesky_inverse(self.factor).unflatten(0, (-1, width))  # [c, k, c·k]
         return torch.stack(
-            [((h @ rows).unflatten(1, (-1, width)) * h[:, None]).sum(2) for rows in blocks], dim=1
+            [((h @ rows).unflatten(1, (-1, width)) * h[:, None]).sum(2) for rows in blocks],
+            dim=1,
         )
 
 
@@ -118,7 +119,10 @@ class HeadPosterior:
         for z in _normal_numbers(n, mean.numel(), seed, at_once):
             noise = z.view(-1, *mean.shape).to(mean.device)
             heads = (mean + self.covariance.shape_noise(noise)).to(dtype)
-            yield heads[..., :features], None if self.bias is None else heads[..., features]
+            yield (
+                heads[..., :features],
+                None if self.bias is None else heads[..., features],
+            )
 
     def functional_variance(self, features: Float[Tensor, "b f"]) -> Float64[Tensor, "b c c"]:
         """J Σ Jᵀ, the covariance of the logits of each input: they are linear in the head, so this
@@ -191,9 +195,11 @@ def fit_head(
         The posterior, with copies of weight and bias as its mean.
     """
     if not (math.isfinite(prior_precision) and prior_precision > 0):
-        raise QualmsError(f"prior_precision is {prior_precision}; it must be a positive number.")
+        raise QualmsError(
+            f"prior_precision={prior_precision} is invalid; it must be a positive number."
+        )
     if structure not in ("auto", "full", "kron"):
-        raise QualmsError(f"structure is {structure!r}; it must be 'auto', 'full' or 'kron'.")
+        raise QualmsError(f"structure={structure!r} is invalid; choose 'auto', 'full' or 'kron'.")
     weight = weight.detach().clone()
     bias = None if bias is None else bias.detach().clone()
     classes, width = _extend_weight(weight, bias).shape
@@ -204,7 +210,11 @@ def fit_head(
         covariance = _invert_full(_gauss_newton(rows, zeros), prior_precision)
     else:
         of_classes, of_features = _kronecker_factors(rows, bias is not None)
-        covariance = Kronecker(*_eigen(of_classes), *_eigen(of_features), float(prior_precision))
+        covariance = Kronecker(
+            *_eigen(of_classes),
+            *_eigen(of_features),
+            float(prior_precision),
+        )
     return HeadPosterior(weight, bias, covariance)
 
 
@@ -227,23 +237,30 @@ def _read_batches(
     is_empty = True
     classes, width = weight.shape
     for features, logits in batches:
-        if features.shape != (len(logits), width) or logits.shape != (len(features), classes):
+        fits_head = features.shape == (len(logits), width)
+        if not fits_head or logits.shape != (len(features), classes):
             raise QualmsError(
-                f"a batch has features of shape {tuple(features.shape)} and logits of shape {tuple(logits.shape)}; "
-                f"this head needs (n, {width}) and (n, {classes})."
+                f"a batch has features of shape {tuple(features.shape)} and logits of shape "
+                f"{tuple(logits.shape)}; this head needs (n, {width}) and (n, {classes})."
             )
-        chunks = zip(features.detach().split(CHUNK), logits.detach().split(CHUNK), strict=True)
+        chunks = zip(
+            features.detach().split(CHUNK),
+            logits.detach().split(CHUNK),
+            strict=True,
+        )
         for h, z in chunks:
             if not bool(torch.isfinite(h).all() and torch.isfinite(z).all()):
                 raise QualmsError(
-                    "a batch has features or logits that are NaN or infinite; clean the training inputs."
+                    "the features or logits of a batch contain NaN or infinity; "
+                    "clean the training inputs."
                 )
             is_empty = is_empty and len(h) == 0
             probs = z.to(weight.device, torch.float64).softmax(1)
             yield _append_one(h.to(weight.device), has_bias), probs
     if is_empty:
         raise QualmsError(
-            "batches has no training input, and a posterior needs at least one; pass an iterable that was not read before."
+            "batches is empty, but a posterior needs at least one training input; pass an iterable "
+            "that was not read before."
         )
 
 
@@ -281,7 +298,8 @@ def _invert_full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Ful
     factor, info = torch.linalg.cholesky_ex(hessian)
     if is_lost or bool(info):
         raise QualmsError(
-            f"prior_precision is {prior_precision}, lost in float64 beside the curvature of these features; raise it."
+            f"prior_precision={prior_precision} is too small: it is lost to rounding next to the "
+            "curvature of these features; use a larger one."
         )
     return Full(factor)
 
@@ -305,7 +323,9 @@ def _kronecker_factors(
     return products.sum(1).diag() - products, squares / total
 
 
-def _eigen(matrix: Float64[Tensor, "n n"]) -> tuple[Float64[Tensor, " n"], Float64[Tensor, "n n"]]:
+def _eigen(
+    matrix: Float64[Tensor, "n n"],
+) -> tuple[Float64[Tensor, " n"], Float64[Tensor, "n n"]]:
     """Eigenvalues, zero where they are no more than rounding, and eigenvectors."""
     values, vectors = torch.linalg.eigh(matrix)
     rounding = len(values) * torch.finfo(values.dtype).eps * values[-1]  # the largest is the last

@@ -15,7 +15,7 @@ T. An input without any gradient in the blocks has no ρ, and T = 1.
 
 For classifiers that read features of free length. Where a normalization fixes ‖h‖ (vision
 transformers, language models), ρ loses its signal. So T is 1, and heat the entropy, if the features
-of noise inputs do not grow fourfold when the noise is made 64 times as large; `Scored.notes` reports
+of noise inputs do not grow fourfold when the noise grows 64-fold; `Scored.notes` reports
 it. With more than 17 classes, traces are estimated from 16 fixed contrasts of classes. ρ₀ belongs
 to a shape of inputs, so that the score of a text depends on how far its batch is padded.
 """
@@ -33,7 +33,13 @@ from qualms.errors import QualmsError, reason
 from qualms.gradients.batch import num_samples, take_samples
 from qualms.gradients.directions import CONTRASTS, Directions
 from qualms.methods.context import BatchContext
-from qualms.methods.head import Head, find_blocks, forward_with_head, require_head, without_head
+from qualms.methods.head import (
+    Head,
+    find_blocks,
+    forward_with_head,
+    require_head,
+    without_head,
+)
 from qualms.methods.logits import GEN
 from qualms.methods.method import GRADIENTS, Estimate, Method
 from qualms.methods.noise import noise_inputs, scale_noise
@@ -87,7 +93,10 @@ def block_traces(
     params = frozenset(block_of_name)
     table = context.exact_table(params, Directions(("contrasts",)), granularity="tensor")
     squares = table.values.double().square().sum(1)
-    index = torch.tensor([block_of_name[name] for name in table.layers], device=squares.device)
+    index = torch.tensor(
+        [block_of_name[name] for name in table.layers],
+        device=squares.device,
+    )
     traces = squares.new_zeros(len(squares), len(blocks)).index_add_(1, index, squares)
     return traces, table.logits.double()
 
@@ -148,7 +157,7 @@ class Heat(Method):
     def note(self, context: BatchContext) -> str | None:
         """Why T is 1, if it is."""
         why = self.unit(context).why
-        return f"{why}, so {self.name} is the entropy here (T = 1)." if why else None
+        return f"{why}, so {self.name} equals the entropy (T = 1)." if why else None
 
     def combine(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
         """log ρ from the logarithms of the blocks' ratios: that of their sum."""
@@ -191,24 +200,35 @@ class Heat(Method):
         """
         blocks = self._blocks(context)
         if not blocks:
-            return Unit(blocks, None, "no counted weights come before the classifier")
-        noise = BatchContext(context.model_context, noise_inputs(context, NOISE_INPUTS, self.name))
+            return Unit(
+                blocks,
+                None,
+                "no selected weights come before the classifier",
+            )
+        noise = BatchContext(
+            context.model_context,
+            noise_inputs(context, NOISE_INPUTS, self.name),
+        )
         try:
             if first is None and feature_growth(noise) < FREE:
-                why = "the length of the features that the classifier reads hardly grows with the input"
+                why = "the norm of the classifier's features hardly grows with the input"
                 return Unit(blocks, None, why)
             log_ratio = self._log_ratio(noise, blocks)[0]
         except QualmsError as error:
             raise QualmsError(
-                f"{self.name} tries the model on {NOISE_INPUTS} inputs of noise, which fails ({reason(error)}); "
-                "use regrad+layers or entropy."
+                f"{self.name} runs the model on {NOISE_INPUTS} noise inputs, which failed "
+                f"({reason(error)}); use regrad+layers or entropy."
             ) from error
         finite = log_ratio[log_ratio.isfinite()]
         if 2 * len(finite) >= NOISE_INPUTS:
             return Unit(blocks, float(finite.mean()))
         if first is not None:
             return first
-        return Unit(blocks, None, "most inputs of noise leave the last blocks without a gradient")
+        return Unit(
+            blocks,
+            None,
+            "the last blocks get no gradient for most noise inputs",
+        )
 
     def _blocks(self, context: BatchContext) -> tuple[tuple[str, ...], ...]:
         """The parameters of the last blocks before the classifier."""
@@ -245,8 +265,8 @@ class HeatGeometric(Heat):
 
 
 def feature_growth(noise: BatchContext) -> float:
-    """By what factor features of noise inputs grow if the noise does by `LOUDER`: the median over
-    the inputs.
+    """The factor by which features of noise inputs grow if the noise grows by `LOUDER`: the
+    median over the inputs.
 
     1 if most inputs have no features before or after; infinite if the louder noise overflows the
     model's numbers.
@@ -306,7 +326,7 @@ class Recommended(Method):
     name = "recommended"
     paper = "ours"
     needs = (GRADIENTS,)
-    cost = "that of `heat`, or 1"
+    cost = "as `heat`, or 1"
     always_exact = True
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
@@ -337,4 +357,7 @@ def _pick_method(context: BatchContext) -> tuple[Method, str]:
         why = str(error).partition(";")[0].replace("this method", "heat").rstrip(".")
     if why:
         return GEN(), why
-    return Heat(), "the classifier reads features of free length"
+    return (
+        Heat(),
+        "the norm of the classifier's features grows with the input",
+    )

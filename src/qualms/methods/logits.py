@@ -69,7 +69,10 @@ class MSP(Method):
     """
 
     name = "msp"
-    paper = "Hendrycks & Gimpel, A Baseline for Detecting Misclassified and Out-of-Distribution Examples, ICLR 2017"
+    paper = (
+        "Hendrycks & Gimpel, A Baseline for Detecting Misclassified and Out-of-Distribution "
+        "Examples, ICLR 2017"
+    )
     needs = (LOGITS,)
     cost = "1"
 

@@ -1,4 +1,4 @@
-"""Function modes that find the feature maps inside of any convolutional network: the last one, to be
+"""Function modes that find the feature maps in any convolutional network: the last one, to be
 changed, and all, for gradients with respect to them.
 """
 
@@ -18,10 +18,17 @@ from qualms.gradients.model_input import ModelInput, forward_logits
 
 NORMALIZATIONS = ("batch_norm", "group_norm", "instance_norm")
 CONVOLUTION = "conv2d"
-REDUCTIONS = ("mean", "sum", "amax", "amin", "logsumexp")  # whose second argument names axes
+# Their second argument names axes.
+REDUCTIONS = (
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "logsumexp",
+)
 FLAT = (  # their gradient is zero somewhere
-    "relu", "relu6", "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "hardtanh", "hardswish",
-    "hardsigmoid", "hardshrink", "softshrink", "threshold",
+    "relu", "relu6", "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "hardtanh",
+    "hardswish", "hardsigmoid", "hardshrink", "softshrink", "threshold",
 )  # fmt: skip
 ChangeMap = Callable[[Float[Tensor, "b c p"]], Float[Tensor, "b c p"]]
 
@@ -55,8 +62,9 @@ def forward_with_changed_map(
     forward_logits(model, ModelInput(batch), finder)
     if finder.last is None:
         raise QualmsError(
-            "no operation of the model pools or flattens its last feature map of a convolution into a vector for each "
-            f"input, which {method} needs; use energy, scale, ash-s or regrad."
+            f"{method} needs a last feature map of a convolution that is pooled or flattened into "
+            "one vector per input, which the model does not have; use energy, scale, ash-s or "
+            "regrad."
         )
     return forward_logits(model, ModelInput(batch), _PoolingMode(rows, change, finder.last))
 

@@ -1,4 +1,4 @@
-"""What every score is: parameters, a name, a source, what it needs and costs, and how to compute it."""
+"""The base class of scores: parameters, name, source, needs, cost, and the computation."""
 
 import math
 from abc import abstractmethod
@@ -198,10 +198,11 @@ class NotFinite(QualmsError):
         if math.isnan(score):
             why = "not a number"
         else:
-            why = f"{score:.3g}, which is beyond what {str(dtype).removeprefix('torch.')} holds"
+            type_name = str(dtype).removeprefix("torch.")
+            why = f"{score:.3g}, which overflows {type_name}"
         super().__init__(
-            f"{method} of input {number} is {why}; check the scale of the input and of the model's weights, or pass "
-            "both in float64."
+            f"{method} of input {number} is {why}; check the scale of the input and of the "
+            "model's weights, or pass both in float64."
         )
         self.method = method
         self.number = number

@@ -1,4 +1,4 @@
-"""What the scores over random draws share: N of them, and mutual information in bounded memory."""
+"""Common code of scores over N random draws: mutual information in bounded memory."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

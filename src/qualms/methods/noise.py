@@ -10,7 +10,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch, batch_tensors, num_samples, take_samples, with_tensors
+from qualms.gradients.batch import (
+    Batch,
+    batch_tensors,
+    num_samples,
+    take_samples,
+    with_tensors,
+)
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.context import BatchContext
 from qualms.random import generator
@@ -80,10 +86,10 @@ def _fill_argument(name: str, t: Tensor, number: int, seed: int, method: str) ->
         return t.new_zeros(shape)
     if t.is_floating_point():
         return torch.randn(shape, generator=generator(seed, PURPOSE, len(name))).to(t)
-    what = repr(name) if name else "a tensor of whole numbers in a tuple"
+    what = repr(name) if name else "a tuple's tensor of whole numbers"
     hint = "" if name else "pass a dict with names such as attention_mask, or "
     raise QualmsError(
-        f"{method} runs the model on noise, but does not know what to put in place of {what}; {hint}{INSTEAD}."
+        f"{method} runs the model on noise, but {what} has no known neutral value; {hint}{INSTEAD}."
     )
 
 
@@ -95,9 +101,9 @@ def _vocabulary_size(context: BatchContext, method: str) -> int:
         forward_logits(context.model, ModelInput(one), finder)
     if finder.rows is None:
         raise QualmsError(
-            f"{method} runs the model on random token ids, but no embedding of the model reads x, so there is no "
-            f"vocabulary to draw them from; {INSTEAD}, put the token ids first if x is a dict, or pass x as "
-            "floating-point numbers if it is not tokens."
+            f"{method} runs the model on random token ids, but no embedding of the model reads x, "
+            f"so the vocabulary is unknown; {INSTEAD}, put the token ids first if x is a dict, or "
+            "pass x in floating point if it is not tokens."
         )
     return finder.rows
 

@@ -14,7 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch, batch_tensors, num_samples, take_samples, with_tensors
+from qualms.gradients.batch import (
+    Batch,
+    batch_tensors,
+    num_samples,
+    take_samples,
+    with_tensors,
+)
 from qualms.gradients.directions import of_class, scale_to_unit
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.settings import Smoothing
@@ -110,7 +116,10 @@ def loss_gradient_sign(
         def zero_shift(shape: tuple[int, ...]) -> Tensor:
             parameter = next(context.model.parameters())
             zeros = torch.zeros(
-                num_samples(part), *shape, dtype=parameter.dtype, device=parameter.device
+                num_samples(part),
+                *shape,
+                dtype=parameter.dtype,
+                device=parameter.device,
             )
             variables.append(zeros.requires_grad_())
             return variables[0]
@@ -154,7 +163,7 @@ def step_size(
     if not shape or len(size) not in (1, shape[0]):
         raise QualmsError(
             f"{method} has {len(size)} values of {parameter}, but an input of shape {shape} has "
-            f"{shape[0] if shape else 0} channels; give one number, or one per channel."
+            f"{shape[0] if shape else 0} channels; pass one number, or one per channel."
         )
     sizes = torch.tensor(size, dtype=direction.dtype, device=direction.device)
     return sizes.reshape(-1, *[1] * (len(shape) - 1))
@@ -197,7 +206,10 @@ class MCAA(MonteCarlo):
         model_context = context.model_context
         inputs = num_samples(context.batch)
         rows = model_context.rows_at_once(context.batch, inputs * self.draws)
-        most = min(max(1, rows // self.draws), model_context.rows_with_graph(context.batch))
+        most = min(
+            max(1, rows // self.draws),
+            model_context.rows_with_graph(context.batch),
+        )
 
         def log_probs(block: slice) -> Iterator[Tensor]:
             part = take_samples(context.batch, block)
@@ -227,7 +239,7 @@ class MCAA(MonteCarlo):
 def odin(logits: Float[Tensor, "b c"], temperature: float = 1000.0) -> Float[Tensor, " b"]:
     """ODIN: -(max_c log p_c + log C), p = softmax(z / T).
 
-    The paper's score is max_c p_c, which is next to 1 / C at its temperature, so that rounding would
+    The paper's score is max_c p_c, which is close to 1 / C at its temperature, so rounding would
     make most inputs equal. The logarithm ranks alike.
 
     Args:
@@ -288,8 +300,8 @@ class ODIN(Method):
         if is_lost:
             dtype = str(x.dtype).removeprefix("torch.")
             raise QualmsError(
-                f"odin's step of epsilon = {self.epsilon} is lost to rounding in every number of x, which is "
-                f"{dtype}; pass a larger epsilon, or the model and x in float32."
+                f"odin's step of epsilon={self.epsilon} is lost to rounding everywhere in x, which "
+                f"is {dtype}; pass a larger epsilon, or the model and x in float32."
             )
         return odin(torch.cat(logits), self.temperature)
 

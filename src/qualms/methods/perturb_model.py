@@ -15,13 +15,30 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch, each_tensor, num_samples, parts_of, take_samples
+from qualms.gradients.batch import (
+    Batch,
+    each_tensor,
+    num_samples,
+    parts_of,
+    take_samples,
+)
 from qualms.gradients.isolation import preserve_state
 from qualms.gradients.memory import PassMemory, free_bytes, require_room
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.context import ROWS_AT_ONCE, BatchContext
-from qualms.methods.divergence import expected_kl, kl, log_softmax, mutual_information
-from qualms.methods.method import MODELS, SEVERAL_PASSES, TRAINING_DATA, WANG_JI, Method
+from qualms.methods.divergence import (
+    expected_kl,
+    kl,
+    log_softmax,
+    mutual_information,
+)
+from qualms.methods.method import (
+    MODELS,
+    SEVERAL_PASSES,
+    TRAINING_DATA,
+    WANG_JI,
+    Method,
+)
 from qualms.methods.monte_carlo import MonteCarlo, information_over_draws
 from qualms.parameters import POSITIVE, whole
 from qualms.random import generator
@@ -87,8 +104,8 @@ class PerturbTheta(MonteCarlo):
             total += kl(log_softmax(logits.double()), context.log_probs)
             if not mode.seen:
                 raise QualmsError(
-                    "the model's operations are hidden from torch's function modes (a scripted module?), so its "
-                    "weights cannot be perturbed; use perturb-x or regrad."
+                    "the model's operations are hidden from torch's function modes (a scripted "
+                    "module?), so its weights cannot be perturbed; use perturb-x or regrad."
                 )
         return total / self.draws
 
@@ -151,7 +168,8 @@ class MCBatchNorm(MonteCarlo):
         import qualms
         from qualms.methods import MCBatchNorm
 
-        model, x = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)), torch.randn(5, 4)
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+        x = torch.randn(5, 4)
         print(qualms.score(model, x, MCBatchNorm(draws=4), train=[torch.randn(50, 4)]))
         ```
     """
@@ -183,7 +201,7 @@ class MCBatchNorm(MonteCarlo):
         layers = [m for m in context.model.modules() if isinstance(m, _BatchNorm)]
         if not any(m.running_mean is not None for m in layers):
             raise QualmsError(
-                "the model has no batch normalization, which mc-batchnorm needs; use perturb-theta."
+                "mc-batchnorm needs batch normalization, but the model has none; use perturb-theta."
             )
         measured: list[LayerStatistics] = []
         for batch in islice(context.model_context.training_batches(self.name), self.draws):
@@ -267,8 +285,8 @@ class Ensemble(Method):
 
     name = "ensemble"
     paper = (
-        "Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles, "
-        "NeurIPS 2017"
+        "Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation using "
+        "Deep Ensembles, NeurIPS 2017"
     )
     needs = (MODELS,)
     cost = "1 for each model"
@@ -277,7 +295,8 @@ class Ensemble(Method):
         """Mutual information over the members."""
         if not context.model_context.members:
             raise QualmsError(
-                "ensemble needs several models; pass models=, the members other than the model itself."
+                "ensemble needs several models; pass models=, the members other "
+                "than the model itself."
             )
         log_q = [context.log_probs]
         for i, member in enumerate(context.model_context.members):
@@ -285,8 +304,8 @@ class Ensemble(Method):
                 z = _forward_member(inner, context, f"a forward pass of member {i + 1}")
             if z.shape != context.logits.shape:
                 raise QualmsError(
-                    f"a member of the ensemble has {z.shape[1]} classes and the model {context.num_classes}; "
-                    "all must have the same."
+                    f"a member of the ensemble has {z.shape[1]} classes, but the model has "
+                    f"{context.num_classes}; all must have the same classes."
                 )
             log_q.append(log_softmax(z.double()))
         return mutual_information(torch.stack(log_q, dim=1))

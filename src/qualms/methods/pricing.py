@@ -1,4 +1,4 @@
-"""What scores cost, before they are computed: counted in units of a plain forward pass, and timed on
+"""What scores cost, before they are computed: counted in plain forward passes, and timed on
 one of them.
 """
 
@@ -17,7 +17,11 @@ from qualms.gradients.engines.layer_cut import late_layers
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.coherence import Coherence
 from qualms.methods.context import BatchContext
-from qualms.methods.gradient_score import GradientPass, GradientScore, class_sums
+from qualms.methods.gradient_score import (
+    GradientPass,
+    GradientScore,
+    class_sums,
+)
 from qualms.methods.heat import Heat, Recommended
 from qualms.methods.method import Method
 from qualms.methods.perturb_model import Ensemble
@@ -93,9 +97,10 @@ def warn_of_long_run(
     if price.seconds * inputs > LONG_SECONDS:
         cache.warned.add(LONG)
         warnings.warn(
-            f"scoring {inputs} input{'' if inputs == 1 else 's'} will take about {price.seconds * inputs / 60:,.0f} "
-            f"minutes ({price.forward_passes:,.0f} forward passes each); engine='auto' or a tolerance measures fewer "
-            "classes, and scores without +smooth cost one ninth as much.",
+            f"scoring {inputs} input{'' if inputs == 1 else 's'} will take about "
+            f"{price.seconds * inputs / 60:,.0f} minutes ({price.forward_passes:,.0f} forward "
+            "passes each); engine='auto' or a tolerance measures fewer classes, and scores "
+            "without +smooth cost one ninth as much.",
             SlowWarning,
             stacklevel=2,
         )
@@ -150,7 +155,11 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
         sums = class_sums(context, sampled, shared.lam)
         classes = float(sums.first_numbers(context.logits).double().mean())
         directions = classes + directions - context.num_classes
-    late = late_layers(context.request(shared.directions, smooth), shared.lam, model_context.cache)
+    late = late_layers(
+        context.request(shared.directions, smooth),
+        shared.lam,
+        model_context.cache,
+    )
     names = None if late is None else late.names
     plain = context.request(shared.directions, None)
     return rows * row_passes(plain, directions, model_context.cache, names)

@@ -78,7 +78,11 @@ METHODS: tuple[type[Method], ...] = (
 )
 RENAMED = {"auto": "recommended"}  # `auto` is an engine
 BY_NAME = {kind.name: kind for kind in METHODS}
-MODIFIERS = {"layers": 1, "smooth": 2}  # and how many parameters they take at most
+# The most parameters that each modifier takes.
+MODIFIERS = {
+    "layers": 1,
+    "smooth": 2,
+}
 
 Methods = str | Method | Sequence[str | Method] | Mapping[str, str | Method]
 PixelStd = float | Sequence[float] | None
@@ -124,7 +128,7 @@ def parse(spec: str) -> Method:
     own = [f.name for f in fields(kind) if f.name not in MODIFIERS]
     if len(arguments) > len(own):
         takes = f"takes {', '.join(own)}" if own else "takes no parameters"
-        raise QualmsError(f"{spec!r} gives {name} {len(arguments)} parameters; it {takes}.")
+        raise QualmsError(f"{spec!r} passes {len(arguments)} parameters to {name}, which {takes}.")
     method: Method = kind(**_name_arguments(kind, arguments))
     for modifier in modifiers:
         method = _modify(method, *_parse_call(modifier, spec), spec)
@@ -146,14 +150,16 @@ def _modify(method: Method, modifier: str, arguments: list[float], spec: str) ->
         )
     if not isinstance(method, GradientScore):
         raise QualmsError(
-            f"{spec!r}: {method.name} is not a gradient score, so {modifier!r} does not apply to it."
+            f"{spec!r} is invalid: {modifier!r} applies only to gradient scores, and "
+            f"{method.name} is not one."
         )
     if (method.layers if modifier == "layers" else method.smooth) is not None:
-        raise QualmsError(f"{spec!r} has {modifier!r} twice; give it once.")
+        raise QualmsError(f"{spec!r} has {modifier!r} twice; pass it once.")
     most = MODIFIERS[modifier]
     if len(arguments) > most:
         raise QualmsError(
-            f"{spec!r} gives {modifier} {len(arguments)} parameters; it takes {most} at most."
+            f"{spec!r} passes {len(arguments)} parameters to {modifier}, which takes at most "
+            f"{most}."
         )
     if modifier == "layers":
         return replace(method, layers=arguments[0] if arguments else LAMBDA)
@@ -178,14 +184,14 @@ def _parse_call(text: str, spec: str) -> tuple[str, list[float]]:
         return match[1].lower().replace("_", "-"), [float(a) for a in inside]
     except ValueError:
         message = (
-            f"{text!r} in {spec!r} is not a name with numbers in parentheses, such as {DEFAULT!r} or "
-            "'exgrad+layers(0.4)'."
+            f"{text!r} in {spec!r} is invalid; pass a name with numbers in parentheses, such as "
+            f"{DEFAULT!r} or 'exgrad+layers(0.4)'."
         )
         raise QualmsError(message) from None
 
 
 def _name_arguments(kind: type[Any], arguments: list[float]) -> dict[str, int | float]:
-    """Assign numbers to parameters in order, whole ones as int where the parameter counts something.
+    """Assign numbers to parameters in order, whole ones as int if the parameter is a count.
 
     Any other number is left to the rules of the parameter.
     """
@@ -223,7 +229,7 @@ def name_methods(methods: Methods) -> dict[str, Method]:
         name = key or (one if isinstance(one, str) else method.spec)
         if named.setdefault(name, method) != method:
             raise QualmsError(
-                f"two methods are called {name!r}; give each a name of your own, in a dict."
+                f"two methods are called {name!r}; pass a dict with a different name for each."
             )
     return named
 
@@ -235,7 +241,7 @@ def in_pixels(method: Method, pixel_std: PixelStd) -> Method:
     each = tuple(pixel_std) if isinstance(pixel_std, Sequence) else (pixel_std,)
     if not each or not all(map(_is_positive_number, each)):
         raise QualmsError(
-            f"pixel_std is {pixel_std!r}; pass a number above 0, or one for each channel."
+            f"pixel_std={pixel_std!r} is invalid; pass a number above 0, or one per channel."
         )
 
     def divide(level: float) -> Noise:

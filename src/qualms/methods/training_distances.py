@@ -13,7 +13,11 @@ from torch import Tensor
 from qualms.errors import QualmsError
 from qualms.methods.context import BatchContext
 from qualms.methods.method import TRAINING_DATA, Method
-from qualms.methods.training_features import ROWS, TrainingFeatures, training_features
+from qualms.methods.training_features import (
+    ROWS,
+    TrainingFeatures,
+    training_features,
+)
 from qualms.parameters import whole
 
 PRODUCTS_AT_ONCE = 2**23  # inner products with training features
@@ -93,7 +97,12 @@ class KNN(Method):
         # For all k together.
         neighbors, lengths = context.model_context.once(KNN, lambda: self._neighbors(context))
         features = context.head.features.to(neighbors)
-        return knn(to_unit(features, vector_lengths(features)), neighbors, lengths, self.k)
+        return knn(
+            to_unit(features, vector_lengths(features)),
+            neighbors,
+            lengths,
+            self.k,
+        )
 
     def _neighbors(
         self,
@@ -144,8 +153,8 @@ def fit_classes(training: TrainingFeatures) -> ClassGaussians:
         scatter += (own - mean).mT @ (own - mean)
     if scatter.trace().sqrt() <= eps * training.features.norm(dtype=torch.double):
         raise QualmsError(
-            f"mahalanobis finds no variation within the classes of the {len(training.features)} training inputs, so it "
-            "has no covariance; pass more training inputs for each class."
+            f"the {len(training.features)} training inputs do not vary within their classes, so "
+            "mahalanobis has no covariance; pass more training inputs per class."
         )
     smallest = max(width * torch.finfo(torch.double).eps, (width * eps) ** 2)
     variances, directions = torch.linalg.eigh(scatter / len(training.features))
@@ -177,8 +186,8 @@ class Mahalanobis(Method):
 
     name = "mahalanobis"
     paper = (
-        "Lee et al., A Simple Unified Framework for Detecting Out-of-Distribution Samples and Adversarial Attacks, "
-        "NeurIPS 2018"
+        "Lee et al., A Simple Unified Framework for Detecting Out-of-Distribution Samples and "
+        "Adversarial Attacks, NeurIPS 2018"
     )
     needs = (TRAINING_DATA,)
     cost = "1, and 1 for each training input"
@@ -258,7 +267,7 @@ class FDBD(Method):
         return fdbd(context.logits, head.features, head.weight, mean, min_distance)
 
     def _fit(self, context: BatchContext) -> tuple[Float64[Tensor, " f"], float]:
-        """The mean of the training features, and the least distance from it that is not rounding."""
+        """The mean of the training features, and the smallest distance from it above rounding."""
         features = training_features(context, self.name).features
         length = float(features.norm(dtype=torch.double)) / len(features) ** 0.5
         return features.mean(0, dtype=torch.double), MIN_DISTANCE * (length or 1.0)

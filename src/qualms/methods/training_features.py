@@ -75,8 +75,8 @@ def _check_labels(labels: Int[Tensor, " b"], classes: int) -> Int[Tensor, " b"]:
     low, high = (int(end) for end in labels.aminmax())
     if low < 0 or high >= classes:
         raise QualmsError(
-            f"the labels in train= go from {low} to {high}, but the model has {classes} classes, numbered from 0; "
-            "correct the labels, or pass the inputs alone."
+            f"the labels in train= range from {low} to {high}, but the model has {classes} "
+            "classes, numbered from 0; correct the labels, or pass only inputs."
         )
     return labels
 
@@ -220,7 +220,7 @@ class ViM(Method):
 
 
 def default_dimensions(width: int) -> int:
-    """D for a number of features, as in the paper's code; its networks have 768 features at least."""
+    """D for a number of features, as in the paper's code; its networks have at least 768."""
     if width >= 2048:
         return 1000
     return 512 if width >= 768 else width // 2
@@ -241,7 +241,8 @@ def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Res
     width = weight.shape[1]
     if dimensions >= width:
         raise QualmsError(
-            f"vim has dimensions {dimensions}, but there are only {width} features; pass fewer dimensions."
+            f"vim has dimensions={dimensions}, but there are only {width} features; "
+            "pass fewer dimensions."
         )
     bias = weight.new_zeros(len(weight)) if head.bias is None else head.bias.double()
     origin = -torch.linalg.pinv(weight) @ bias
@@ -261,13 +262,14 @@ def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Res
     )
     if norm <= rounding * (scatter.trace() / len(training.features)).sqrt():
         raise QualmsError(
-            f"the {len(training.features)} training features do not vary outside of {dimensions} dimensions, which vim needs; "
-            "pass more training inputs, or fewer dimensions."
+            f"vim needs training features that vary in more than {dimensions} dimensions, but "
+            f"these {len(training.features)} do not; pass more training inputs, or fewer "
+            "dimensions."
         )
     largest = float(training.max_logits.double().mean())
     if largest <= 0:
         raise QualmsError(
-            f"the largest logit of a training input is {largest:.3g} on average, but vim scales its virtual logit by "
-            "that mean, which must be positive; use knn, mahalanobis or energy."
+            f"the mean of the training inputs' largest logits is {largest:.3g}, but vim needs a "
+            "positive one to scale its virtual logit; use knn, mahalanobis or energy."
         )
     return Residual(origin, directions, largest / float(norm))

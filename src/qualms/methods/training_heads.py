@@ -24,9 +24,17 @@ from qualms.gradients.precision import at_least_float32
 from qualms.methods.context import BatchContext
 from qualms.methods.divergence import kl, log_softmax
 from qualms.methods.head import Head, forward_with_head, require_head
-from qualms.methods.head_posterior import HeadPosterior, bytes_of_fit, fit_head
+from qualms.methods.head_posterior import (
+    HeadPosterior,
+    bytes_of_fit,
+    fit_head,
+)
 from qualms.methods.method import FEW, TRAINING_DATA, Method
-from qualms.methods.monte_carlo import DOUBLE, MonteCarlo, information_over_draws
+from qualms.methods.monte_carlo import (
+    DOUBLE,
+    MonteCarlo,
+    information_over_draws,
+)
 from qualms.methods.training_features import training_features
 from qualms.parameters import NOT_NEGATIVE, POSITIVE, whole
 from qualms.random import generator
@@ -86,7 +94,11 @@ class Laplace(MonteCarlo):
             for weights, biases in posterior.samples(self.draws, context.seed, at_once):
                 features = head.features[block].to(weights)
                 for i, weight in enumerate(weights):
-                    logits = F.linear(features, weight, None if biases is None else biases[i])
+                    logits = F.linear(
+                        features,
+                        weight,
+                        None if biases is None else biases[i],
+                    )
                     yield log_softmax(logits.double())[:, None]
 
         return information_over_draws(context, self.draws, log_probs)
@@ -95,10 +107,19 @@ class Laplace(MonteCarlo):
         """Fit the posterior, after a check that it fits the budget."""
         head = context.head
         budget = context.model_context.settings.budget
-        classes, width = head.weight.shape[0], head.weight.shape[1] + int(head.bias is not None)
+        classes, width = head.weight.shape
+        if head.bias is not None:
+            width += 1
         needed = bytes_of_fit(classes, width) + _bytes_of_sample(head)
-        what = f"the covariance of a head of {classes:,} classes on {width:,} features and one sample of it"
-        require_room(needed, budget or free_bytes(context.device), what, "or use inserted-dropout")
+        what = (
+            f"the covariance of a head of {classes:,} classes and {width:,} features, and a sample,"
+        )
+        require_room(
+            needed,
+            budget or free_bytes(context.device),
+            what,
+            "or use inserted-dropout",
+        )
         batches = self._training_batches(context)
         return fit_head(batches, head.weight, head.bias, self.prior_precision)
 
@@ -247,8 +268,8 @@ class QUAM(Method):
             if float(heads.grad.abs().max()) > torch.finfo(x.dtype).max ** 0.5:
                 dtype = str(x.dtype).removeprefix("torch.")
                 raise QualmsError(
-                    f"the features are too large for quam's steps in {dtype}; scale the inputs, or pass the model and all "
-                    "data in float64."
+                    f"the features are too large for quam's steps in {dtype}; scale the inputs, or "
+                    "pass the model and all data in float64."
                 )
             adam.param_groups[0]["lr"] = self.rate / factor
             adam.step()
@@ -260,7 +281,9 @@ class QUAM(Method):
         """
         training = training_features(context, self.name)
         head = context.head
-        features, labels, count = training.features, training.labels, len(training.labels)
+        features = training.features
+        labels = training.labels
+        count = len(labels)
         if count > BATCH:
             used = min(count // BATCH, self.steps) * BATCH
             order = torch.randperm(count, generator=generator(context.seed))[:used]
@@ -305,7 +328,7 @@ def _heads_at_once(context: BatchContext, head: Float[Tensor, "c g"], inputs: in
     needed = (COPIES_OF_HEAD * head.numel() + COPIES_OF_LOGITS * logits) * head.element_size()
     if needed > budget:
         raise QualmsError(
-            f"one head that quam adapts takes about {in_mebibytes(needed)}, more than the budget of "
+            f"adapting one head takes about {in_mebibytes(needed)}, more than quam's budget of "
             f"{in_mebibytes(budget)}; pass a larger `budget`."
         )
     return max(1, min(LOGITS_AT_ONCE // logits, budget // needed))

@@ -58,7 +58,7 @@ def interval(
     if not tables or not all(sizes) or (paired and differ):
         raise QualmsError(
             f"the samples have {sizes} inputs; pass at least one sample, "
-            "and paired samples of the same length."
+            "and paired samples of the same size."
         )
     if resamples < 1 or not 0 < level < 1:
         raise QualmsError(
@@ -110,4 +110,4 @@ def _resampled_values(
             yield measure(*resample)
         except QualmsError:
             continue
-    raise QualmsError("the measure is undefined on nearly all resamples; take more inputs.")
+    raise QualmsError("the measure is undefined on nearly all resamples; pass more inputs.")

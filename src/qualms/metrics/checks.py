@@ -46,7 +46,7 @@ def scores(values: Any, what: str) -> Float[Floats, " n"]:
     found = array(values, what)
     if found.ndim != 1:
         raise QualmsError(
-            f"{what} has shape {found.shape}; pass one number per input, as one axis."
+            f"{what} has shape {found.shape}; pass a one-dimensional array, one number per input."
         )
     return _finite(found.astype(np.float64), what)
 
@@ -66,7 +66,7 @@ def scores_and_outcomes(
     if not np.isin(right, (0, 1)).all():
         raise QualmsError(
             "correct has values other than 0 and 1; "
-            "pass for each input whether its prediction is right."
+            "pass one value per input: whether its prediction is correct."
         )
     return u, right.astype(np.bool_)
 
@@ -101,14 +101,14 @@ def logits_and_labels(logits: Any, labels: Any) -> tuple[Float[Floats, "n c"], I
         )
     if y.ndim != 1 or y.dtype.kind == "f":
         raise QualmsError(
-            f"labels has shape {y.shape} and type {y.dtype}; "
-            "pass one integer per input, the number of its class."
+            f"labels has shape {y.shape} and type {y.dtype}; pass one integer per input: its class."
         )
     _same_length(z, "rows in logits", y, "labels")
     outside = (y < 0) | (y >= z.shape[1])
     if outside.any():
         raise QualmsError(
-            f"label {y[outside][0]} is not one of the {z.shape[1]} classes; they are numbered from 0."
+            f"label {y[outside][0]} is not one of the {z.shape[1]} classes; classes are numbered "
+            "from 0."
         )
     return _finite(z.astype(np.float64), "logits"), y.astype(np.int64)
 
@@ -118,7 +118,7 @@ def _finite(values: NDArray[Any], what: str) -> NDArray[Any]:
     bad = ~np.isfinite(values)
     if bad.any():
         first = int(np.argwhere(bad)[0][0])
-        raise QualmsError(f"{what} is NaN or infinite for input {first}; leave such inputs out.")
+        raise QualmsError(f"{what} is NaN or infinite for input {first}; leave out such inputs.")
     return values
 
 

@@ -60,7 +60,7 @@ def lead_interval(
     sizes = _sizes(ours[0]), _sizes(ours[1])
     if sizes != (_sizes(theirs[0]), _sizes(theirs[1])):
         raise QualmsError(
-            "the two scores have groups of different sizes; compare scores of the same inputs."
+            "the two scores have groups of different sizes; pass scores of the same inputs."
         )
     lead = pairs_won(*ours) - pairs_won(*theirs)
     return _share_interval(lead, sizes, False, resamples, level, seed)

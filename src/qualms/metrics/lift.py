@@ -37,7 +37,7 @@ def lift_curve(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
     u, right = scores_and_outcomes(uncertainty, correct)
     if not right.any():
         raise QualmsError(
-            "no prediction is correct, so accuracy is 0 and there is no lift; "
+            "no prediction is correct, so accuracy is 0 and lift is undefined; "
             "pass inputs with correct predictions."
         )
     right_among = total_among_most_certain(u, right)
@@ -66,8 +66,8 @@ def raulc(uncertainty: Any, correct: Any) -> float:
     u, right = scores_and_outcomes(uncertainty, correct)
     if right.all() or not right.any():
         raise QualmsError(
-            f"accuracy is {int(right[0])}, so no order of the inputs is better than another and "
-            "there is no rAULC; pass inputs with both right and wrong predictions."
+            f"accuracy is {int(right[0])}, so every order of the inputs is equally good and rAULC "
+            "is undefined; pass inputs with both correct and wrong predictions."
         )
     area = lift_curve(u, right).mean() - 1
     ideal = lift_curve(~right, right).mean() - 1

@@ -61,8 +61,8 @@ def rank_pixels(
     classes = array(labels, "labels")
     if given.shape != classes.shape or classes.dtype.kind == "f":
         raise QualmsError(
-            f"scores have shape {given.shape} and labels shape {classes.shape} "
-            f"of type {classes.dtype}; pass a score and a whole number, its class, for each pixel."
+            f"scores have shape {given.shape}, and labels have shape {classes.shape} and type "
+            f"{classes.dtype}; pass one score and one integer class per pixel."
         )
     strange = list(unknown) if isinstance(unknown, Collection) else [unknown]
     if ignore_index in strange:
@@ -82,5 +82,5 @@ def rank_pixels(
         which = f"no pixels labeled {strange}"
         if positive.size and positive.all():
             which = "no known pixels"
-        raise QualmsError(f"there are {which} to rank, so there is no AUROC; pass more images.")
+        raise QualmsError(f"there are {which}, so AUROC is undefined; pass more images.")
     return given[counts], positive

@@ -135,7 +135,7 @@ def _positives(in_scores: Any, out_scores: Any, positive: str) -> tuple[Floats, 
 def _counts(
     positives: Float[Floats, " p"], negatives: Float[Floats, " n"]
 ) -> tuple[Int[Integers, " t"], Int[Integers, " t"]]:
-    """Count positives and negatives at or above each distinct score, from the highest score down."""
+    """Count positives and negatives at or above each distinct score, from the highest down."""
     thresholds = np.unique(np.concatenate([positives, negatives]))[::-1]
     positives_below = np.searchsorted(np.sort(positives), thresholds, "left")
     negatives_below = np.searchsorted(np.sort(negatives), thresholds, "left")

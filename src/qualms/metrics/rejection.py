@@ -37,8 +37,8 @@ def prr(uncertainty: Any, quality: Any) -> float:
     u, q = scores_and_qualities(uncertainty, quality)
     if q.min() == q.max():
         raise QualmsError(
-            f"the quality is {q[0]:g} everywhere, so no order of the outputs is better than another "
-            "and there is no PRR; pass outputs of different quality."
+            f"the quality is {q[0]:g} everywhere, so every order of the outputs is equally good "
+            "and PRR is undefined; pass outputs of different quality."
         )
     # PRR does not depend on the scale and offset of the quality, so sums can be kept from
     # overflowing. A power of two keeps all digits.

@@ -31,7 +31,7 @@ def selective_risk(uncertainty: Any, correct: Any, coverage: float) -> float:
     risks = risk_coverage(uncertainty, correct)
     if not 0 < coverage <= 1:
         raise QualmsError(
-            f"coverage is {coverage}; pass a share of the inputs, above 0 and at most 1."
+            f"coverage={coverage} is invalid; pass a fraction of the inputs, above 0 and at most 1."
         )
     # Without 1e-9, rounding could turn 0.95 * 100 into 96 of 100.
     accepted = max(1, math.ceil(coverage * len(risks) - 1e-9))

@@ -72,7 +72,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
 def _no_tensors(path: Path, found: str) -> QualmsError:
     """The error that a file has no tensors by name."""
     return QualmsError(
-        f"{path} holds no tensors by name, only {found}; save the network's state_dict()."
+        f"{path} contains no named tensors, only {found}; save the network's state_dict()."
     )
 
 
@@ -89,7 +89,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise QualmsError(
-            f"{path} is damaged or no safetensors file ({reason(error)}); download it again."
+            f"{path} is damaged or not a safetensors file ({reason(error)}); download it again."
         ) from error
 
 
@@ -101,7 +101,7 @@ class _BoundedReader(io.BufferedReader):
         self.length = path.stat().st_size
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """As many bytes as there are, at most."""
+        """Read at most as many bytes as there are."""
         rest = max(0, self.length - self.tell())
         if size is None or size < 0:
             size = rest
@@ -109,7 +109,7 @@ class _BoundedReader(io.BufferedReader):
 
 
 def load_torch_file(path: Path) -> Any:
-    """What `torch.load` makes of a file, on the CPU.
+    """Load a file with `torch.load`, on the CPU.
 
     No code runs, no warning is given, and no room is made for what is not there.
 
@@ -141,7 +141,8 @@ def _require_entries(path: Path) -> None:
             held = min(entry.compress_size, length)
             is_stored = entry.compress_type == zipfile.ZIP_STORED
             if entry.file_size > held * (1 if is_stored else MAX_INFLATION):
-                raise ValueError(f"{entry.filename} claims {entry.file_size} bytes of {held}")
+                claim = f"{entry.filename} claims {entry.file_size} bytes"
+                raise ValueError(f"{claim}, unpacked from {held}")
 
 
 def _require_numbers(file: _BoundedReader) -> None:
@@ -168,12 +169,12 @@ def _read_torch_file(path: Path) -> Any:
         if asked or "TorchScript" in str(error):
             what = asked[1] if asked else "TorchScript"
             return QualmsError(
-                f"{path} holds more than tensors ({what}) and could run code as it is read, so it "
-                "is refused; if you trust it, load it yourself and save its state_dict() alone."
+                f"{path} contains more than tensors ({what}) and could run code when loaded, so "
+                "it is refused; if you trust it, load it yourself and save only its state_dict()."
             )
         return QualmsError(
-            f"{path} is damaged or no checkpoint of torch's ({reason(error)}); download it again, "
-            "or save the network's state_dict() with torch.save."
+            f"{path} is damaged or not a torch checkpoint ({reason(error)}); download it again, or "
+            "save the network's state_dict() with torch.save."
         )
 
     with explain_failure(explain):
@@ -251,12 +252,12 @@ def _describe_mismatch(
     if other:
         theirs, ours = tuple(state[other[0]].shape), tuple(own[other[0]].shape)
         problems.append(
-            f"{_keys(other)} of another shape (first '{other[0]}': {theirs} in the file, "
+            f"{_keys(other)} with a different shape (first '{other[0]}': {theirs} in the file, "
             f"{ours} here)"
         )
     if missing or unexpected:
         return problems, "name the network it was saved from"
-    return problems, "pass classes= as it was trained"
+    return problems, "pass classes=, the number that it was trained with"
 
 
 def _strip_prefixes(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

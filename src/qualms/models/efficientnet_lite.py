@@ -28,7 +28,7 @@ EPS = 1e-3
 
 
 def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
-    """Pad with zeros so that a convolution without padding gives ceil(h / stride) x ceil(w / stride).
+    """Pad with zeros, so that a convolution gives ceil(h / stride) x ceil(w / stride).
 
     An odd number of zeros has the larger half below and to the right, as in TensorFlow.
 

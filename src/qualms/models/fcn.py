@@ -1,6 +1,4 @@
-"""A small fully convolutional network for segmentation: an image in, logits [n, classes, h, w] of
-its size out.
-"""
+"""A small fully convolutional network for segmentation, with logits of the image's size."""
 
 from itertools import pairwise
 

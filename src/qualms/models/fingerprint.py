@@ -1,4 +1,4 @@
-"""Which weights are these?"""
+"""A fingerprint of a network's weights."""
 
 import hashlib
 

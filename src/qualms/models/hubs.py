@@ -19,7 +19,7 @@ KINDS = ("ForImageClassification", "ForSequenceClassification")
 
 
 def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """A network of timm's.
+    """A timm network.
 
     Args:
         name: as `timm.create_model` takes it.
@@ -30,7 +30,7 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
     timm = _import_timm(source)
     if ":" not in name and not timm.is_model(name):
         near = get_close_matches(name, timm.list_models(), 3)
-        hint = "timm.list_models() has the names."
+        hint = "timm.list_models() lists the names."
         if near:
             hint = f"did you mean {' or '.join(near)}?"
         raise QualmsError(f"timm has no network {name!r}; {hint}")
@@ -42,8 +42,8 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
         model: nn.Module = timm.create_model(name, pretrained=weights is None, **options)
     if model.num_classes == 0:
         raise QualmsError(
-            f"{source} gives features, not classes; pass classes= and weights= that were trained "
-            "for them."
+            f"{source} returns features, not classes; pass classes=, and weights= that were "
+            "trained for them."
         )
     if weights is not None:
         fit_state(model, read_state(weights), file=weights, network=source)
@@ -115,7 +115,7 @@ def load_own_weights(
     auto: Any,
     name: str,
     config: Any,
-    advice: str = "pass weights=, a checkpoint that has them",
+    advice: str = "pass weights=, a checkpoint that contains them",
     **options: Any,
 ) -> Any:
     """A model of transformers with all of its weights.
@@ -167,8 +167,8 @@ def _require_plausible_size(name: str, auto: Any, config: Any) -> None:
         if sum(p.numel() for p in model.parameters()) <= held * MAX_NUMBERS_PER_BYTE:
             return
     raise QualmsError(
-        f"the configuration of hf:{name} claims more weights than its files hold; download both "
-        "again."
+        f"the configuration of hf:{name} claims more weights than its files contain; download "
+        "both again."
     )
 
 
@@ -197,7 +197,7 @@ def _kind(source: str, config: Any) -> str:
             return kind
     names = ", ".join(architectures) or "none"
     raise QualmsError(
-        f"{source} is no classifier of images or texts (its architecture: {names}); name one."
+        f"{source} is not an image or text classifier (its architecture: {names}); name one."
     )
 
 
@@ -212,8 +212,8 @@ def check_classes(source: str, classes: int | None, published: int) -> None:
     if classes not in (None, published):
         raise QualmsError(
             f"the published weights of {source} have {published} classes, so a last layer for "
-            f"{classes} would be random; leave out classes=, or pass weights=, a checkpoint that "
-            "was trained for them."
+            f"{classes} would be random; leave out classes=, or pass weights=, a checkpoint "
+            "that was trained for them."
         )
 
 
@@ -224,10 +224,10 @@ def _explain_not_made(
 
     def explain(error: Exception) -> QualmsError:
         if weights is not None:
-            return QualmsError(f"{source} could not be made: {reason(error)}; check the name.")
+            return QualmsError(f"{source} could not be created: {reason(error)}; check the name.")
         return QualmsError(
-            f"{source} could not be made with its published weights: {reason(error)}; "
-            "if they cannot be downloaded here, pass weights=, a checkpoint on disk."
+            f"{source} could not be created with its published weights: {reason(error)}; "
+            "if they cannot be downloaded here, pass weights=, a checkpoint file."
         )
 
     return explain

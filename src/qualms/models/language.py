@@ -10,7 +10,7 @@ from qualms.models.hubs import load_own_weights, transformers_for
 
 PREFIX = "hf:"
 ADVICE = (
-    "get its files, config.json, model.safetensors and tokenizer.json, into a folder, and name that"
+    "download config.json, model.safetensors and tokenizer.json to a folder, and pass that folder"
 )
 
 
@@ -39,7 +39,8 @@ class LanguageModel:
         if not getattr(self.tokenizer, "is_fast", False):
             raise QualmsError(
                 f"the tokenizer of {self.name} ({type(self.tokenizer).__name__}) does not "
-                "report the character offsets of its tokens; use a fast one, which has a tokenizer.json."
+                "report the character offsets of its tokens; use a fast tokenizer, "
+                "which has a tokenizer.json."
             )
 
     @property
@@ -114,11 +115,11 @@ def _require_causal(loaded: LanguageModel) -> None:
     ids = torch.tensor([[0, 1, 0], [0, 1, 1]])
     first, second = loaded.model(input_ids=ids).logits[:, :2]
     if not torch.allclose(first, second, rtol=1e-3, atol=1e-4):
-        raise _not_causal(loaded.name, "its prediction for a token depends on later ones")
+        raise _not_causal(loaded.name, "its prediction for a token depends on later tokens")
 
 
 def _not_causal(source: str, why: str) -> QualmsError:
     """The error that a model does not predict next tokens."""
     return QualmsError(
-        f"{source} is no causal language model ({why}); use qualms.Scorer with class_dim=-1 for it."
+        f"{source} is not a causal language model ({why}); use qualms.Scorer with class_dim=-1."
     )

@@ -54,7 +54,7 @@ def load_model(
     """
     name = str(source)
     if classes is not None and classes < 2:
-        raise QualmsError(f"classes is {classes}; two or more are needed.")
+        raise QualmsError(f"classes is {classes}; pass two or more.")
     if name in ZOO:
         model = _from_zoo(name, weights, classes)
     elif name.startswith("timm:"):
@@ -95,13 +95,13 @@ def _from_export(path: Path) -> nn.Module:
 
     def explain(error: Exception) -> QualmsError:
         return QualmsError(
-            f"{path} is damaged or no exported network ({reason(error)}); write it again with "
+            f"{path} is damaged or not an exported network ({reason(error)}); write it again with "
             "torch.export.save."
         )
 
     with explain_failure(explain):
         if not zipfile.is_zipfile(path):  # which can raise too
-            raise zipfile.BadZipFile("no zip file")
+            raise zipfile.BadZipFile("not a zip file")
         model = torch.export.load(path).module()
     active = _find_training_operation(model)
     if active is not None:
@@ -113,7 +113,7 @@ def _from_export(path: Path) -> nn.Module:
 
 
 def _find_training_operation(model: nn.Module) -> str | None:
-    """An operation that an exported graph does as in training, for good.
+    """An operation that an exported graph permanently runs in training mode.
 
     That is dropout, or normalization by the statistics of the batch.
     """
@@ -137,13 +137,13 @@ def _is_training(node: torch.fx.Node) -> bool:
 
 
 def _from_factory(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """What a function or class gives."""
+    """The network that a function or class returns."""
     factory = _import_factory(name)
     options = {} if classes is None else {_classes_keyword(name, factory): classes}
 
     def explain(error: Exception) -> QualmsError:
         return QualmsError(
-            f"{name} raised {type(error).__name__} as it was called: {reason(error)}."
+            f"{name} raised {type(error).__name__} when it was called: {reason(error)}."
         )
 
     with explain_failure(explain):
@@ -163,7 +163,7 @@ def _import_factory(name: str) -> Callable[..., Any]:
 
     def explain(error: Exception) -> QualmsError:
         return QualmsError(
-            f"{path} of {name} does not import ({reason(error)}); check the name and the path."
+            f"{path} in {name} cannot be imported ({reason(error)}); check the name and the path."
         )
 
     with explain_failure(explain):  # any exception of the user's module
@@ -193,7 +193,7 @@ def _classes_keyword(name: str, factory: Callable[..., Any]) -> str:
             return keyword
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return "num_classes"  # passed on, and most networks call it so
-    raise QualmsError(f"{name} takes neither classes nor num_classes; leave out classes=.")
+    raise QualmsError(f"{name} accepts neither classes nor num_classes; leave out classes=.")
 
 
 def _to_evaluation(model: nn.Module) -> nn.Module:
@@ -206,13 +206,13 @@ def _to_evaluation(model: nn.Module) -> nn.Module:
 
 
 def _unknown_name(name: str) -> QualmsError:
-    """The error that a name is no source of a network, with similar names if there are any."""
+    """The error that a name is not a source of a network, with similar names if any."""
     if name.endswith(CHECKPOINTS):
         return QualmsError(
-            f"{name} holds weights without a network; name the network and pass weights={name!r}."
+            f"{name} contains only weights; name the network and pass weights={name!r}."
         )
     near = get_close_matches(name, ZOO, 3)
-    hint = f"there are {', '.join(ZOO)}; otherwise"
+    hint = f"choose one of {', '.join(ZOO)}; otherwise"
     if near:
         hint = f"did you mean {' or '.join(near)}? Otherwise"
     return QualmsError(

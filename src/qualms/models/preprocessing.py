@@ -137,14 +137,14 @@ def _of_zoo(name: str, model: nn.Module) -> Preprocessing:
         entry.resize,
         entry.interpolation,
         entry.channels,
-        by=f"as {name} takes them",
+        by=f"as {name} expects",
     )
     names = entry.class_names if _count_outputs(model) == len(entry.class_names) else ()
     return Preprocessing(entry.normalization, transform, names)
 
 
 def _count_outputs(model: nn.Module) -> int:
-    """How many numbers the last layer with weights gives.
+    """The number of outputs of the last layer with weights.
 
     In networks of the usual build, these are the classes.
     """

@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Patches of 4x4 pixels, a class token, positions, blocks, and a linear layer on the class token."""
+    """Patches of 4x4 pixels, a class token, positions, blocks, and a linear layer on that token."""
 
     def __init__(self, width: int, depth: int, heads: int, classes: int) -> None:
         """Make the network with random weights.

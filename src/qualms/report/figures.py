@@ -61,7 +61,7 @@ def lift_figure(content: Content, method: str) -> Figure:
         lines.append(_line(name, color, round_digits(x), round_digits(y)))
     half = 1 - selective_risk(scores, correct, 0.5)
     whole = 1 - selective_risk(scores, correct, 1.0)
-    end = "rAULC is undefined, as all are right."
+    end = "rAULC is undefined, because all predictions are right."
     if 0 < whole < 1:
         end = f"rAULC {raulc(scores, correct):.3f}."
     best_half = format_percent(half)

@@ -44,12 +44,12 @@ COLORS = [
 ]
 UNKNOWN_COLOR = "#ff2fd0"
 MEASURES = {  # what the table shows: its heading, and an explanation
-    "auroc": ("AUROC", "unknown pixels against all known ones, of all images together"),
+    "auroc": ("AUROC", "unknown against known pixels, pooled over all images"),
     "aupr": ("AUPR", "average precision, with unknown pixels as the positive class"),
     "fpr95": ("FPR95", "known pixels that are flagged when 95 % of the unknown ones are"),
     "wrong": (
         "AUROC, wrong",
-        "wrongly predicted known pixels against rightly predicted ones",
+        "known pixels predicted wrongly against those predicted correctly",
     ),
 }
 

@@ -31,18 +31,21 @@
     const { name } = data.methods[method];
     const strong = (share) => element("strong", percent(share));
     const [all, taken] = [scores[method][0].length, covered * scores[method][0].length];
-    const start = ["At ", percent(covered), ` of ${groups[0].name} accepted by `, element("span", name, "by"), ", "];
+    const by = element("span", name, "by");
+    const start = ["At ", percent(covered), ` of ${groups[0].name} accepted by `, by, ", "];
     if (through.length) {
       const parts = through.map((share, i) => [strong(share), ` of ${groups[i + 1].name}${i ? "" : " pass"}`]);
       return [...start, ...listed(parts), "."];
     }
     if (right !== null) {
       const overall = groups[0].right.reduce((a, b) => a + b, 0) / all;
-      return [...start, strong(right), ` of the accepted predictions are right, against ${percent(overall)} of all.`];
+      const end = ` of the accepted predictions are right, against ${percent(overall)} of all.`;
+      return [...start, strong(right), end];
     }
     const count = Math.round(taken);
-    const why = "without labels or unknown images, the right number is not known.";
-    return [element("span", name, "by"), ` accepts ${count} of the ${all} images of ${groups[0].name} and flags `, element("strong", all - count), `; ${why}`];
+    const accepts = ` accepts ${count} of the ${all} images of ${groups[0].name} and flags `;
+    const why = "without labels or unknown images, it is not known how many should be flagged.";
+    return [by, accepts, element("strong", all - count), `; ${why}`];
   };
 
   const moveThreshold = () => {
@@ -202,7 +205,7 @@
     byId(`${id}-summary`).textContent = figure.summary;
   };
 
-  /* Sorting: numbers from the highest, words from A; again turns it round. Methods that are not for use stay below. */
+  /* Sorting: numbers from the highest, words from A; again turns it round. Methods kept only for comparison stay below. */
   const keyOf = (row, column) => {
     const cell = row.cells[column];
     const key = cell.dataset.key ?? cell.querySelector("button").textContent;

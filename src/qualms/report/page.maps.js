@@ -41,9 +41,15 @@
     byId("threshold").textContent = brief(method.thresholds[step]);
     byId("threshold").dataset.value = method.thresholds[step];
     for (const id of ["accepted", "flagged", "right"]) if (method[id]) tell(id, method[id][step]);
-    const answer = ["At ", percent(method.accepted[step]), ` of the ${known} accepted by `, element("span", method.name, "by")];
-    if (method.flagged) answer.push(", ", element("strong", percent(method.flagged[step])), " of the unknown pixels are flagged");
-    else if (method.right) answer.push(", ", element("strong", percent(method.right[step])), " of the accepted pixels are predicted right");
+    const by = element("span", method.name, "by");
+    const strong = (share) => element("strong", percent(share));
+    const answer = ["At ", percent(method.accepted[step]), ` of the ${known} accepted by `, by];
+    if (method.flagged) {
+      answer.push(", ", strong(method.flagged[step]), " of the unknown pixels are flagged");
+    } else if (method.right) {
+      const end = " of the accepted pixels are predicted correctly";
+      answer.push(", ", strong(method.right[step]), end);
+    }
     byId("answer").replaceChildren(...answer, ".");
     for (const scene of document.querySelectorAll(".scene")) {
       const levels = method.levels[Number(scene.dataset.scene)];

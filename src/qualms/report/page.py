@@ -105,7 +105,7 @@ def _facts(content: Content) -> list[str]:
     known = content.known
     if known.correct is not None:
         share = figures.format_percent(known.correct.mean())
-        facts.append(f"{share} of the {len(known.images)} {known.name} predicted right")
+        facts.append(f"{share} of the {len(known.images)} {known.name} predicted correctly")
     return facts
 
 
@@ -241,7 +241,7 @@ def _pictures(
 
 
 def _group_data(group: Group, classes: tuple[str, ...], is_known: bool) -> dict[str, Any]:
-    """Return the name of a group and what is known of its images, but for their scores.
+    """Return a group's name and what is known of its images, except their scores.
 
     Args:
         group: The images.

@@ -1,4 +1,4 @@
-"""The role of a method in a report: the default, one among others, or not for use."""
+"""The role of a method in a report: the default, one of the others, or for comparison only."""
 
 from qualms.errors import QualmsError
 from qualms.methods.gradients import REGrad

@@ -312,7 +312,7 @@ def _mean_percent(rows: Iterable[Mapping[str, Any]], column: str) -> str:
 
 
 def _auroc(rows: Sequence[OodRow]) -> str:
-    """Format the AUROC of one seed with its interval, or the mean over several seeds, in percent."""
+    """Format AUROC in percent: of one seed with its interval, or the mean over several seeds."""
     areas = [row["auroc"] for row in rows]
     if len(areas) > 1:
         return f"{_percent(areas)} ± {100 * statistics.stdev(areas):.2f}"

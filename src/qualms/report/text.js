@@ -145,15 +145,18 @@ const texts = (() => {
     documents.forEach(shade);
     byId("marked").replaceChildren(grouped(count), element("small", `of ${grouped(rising.length)}`));
     byId("threshold").textContent = limit;
-    byId("marked-share").textContent = `${percent(share)}: ${counted(count, "token")} with a score above ${limit}`;
+    const tokens = counted(count, "token");
+    byId("marked-share").textContent = `${percent(share)}: ${tokens} with a score above ${limit}`;
     slider.setAttribute("aria-valuetext", byId("marked-share").textContent);
     for (const each of documents) {
       const own = each.scores[method].reduce((sum, x) => sum + (x > threshold), 0);
-      const gradient = each.sequence === null ? [] : [`gradient of the whole text: ${brief(each.sequence)} per token`];
+      const whole = `gradient of the whole text: ${brief(each.sequence ?? 0)} per token`;
+      const gradient = each.sequence === null ? [] : [whole];
       const worst = each.worst[method] ? `worst span ${brief(worstOf(each))}` : "no scores";
-      each.article.querySelector(".numbers").textContent = [
-        counted(each.starts.length, "token"), worst, `${grouped(own)} marked (${percent(own / (each.starts.length || 1))})`, ...gradient,
-      ].join(" · ");
+      const length = each.starts.length;
+      const marked = `${grouped(own)} marked (${percent(own / (length || 1))})`;
+      const numbers = [counted(length, "token"), worst, marked, ...gradient];
+      each.article.querySelector(".numbers").textContent = numbers.join(" · ");
     }
   };
 

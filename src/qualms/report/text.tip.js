@@ -34,10 +34,20 @@
   const contents = (each, i) => {
     const [score, log] = [scoreOf(each, i), each.logs[i]];
     const scored = score === score;
-    const rank = scored ? `higher than ${percent(rankOf(score))} of all tokens${marks(each, i) ? "; marked" : ""}` : "without a score";
-    const bytes = each.counts[i] > 1 ? `${each.counts[i]} tokens, with the highest of their scores; ` : "";
-    const came = i + 1 < each.starts.length ? quoted(tokenText(each, i + 1)) : "a token that is not in the text";
-    const next = log === log ? ["followed by ", came, `: ${chance(Math.exp(log))}, log p ${brief(log).replace("-", "−")}`] : ["end of the text"];
+    let rank = "without a score";
+    if (scored) {
+      const marked = marks(each, i) ? "; marked" : "";
+      rank = `higher than ${percent(rankOf(score))} of all tokens${marked}`;
+    }
+    const several = `${each.counts[i]} tokens, with the highest of their scores; `;
+    const bytes = each.counts[i] > 1 ? several : "";
+    const hasNext = i + 1 < each.starts.length;
+    const came = hasNext ? quoted(tokenText(each, i + 1)) : "a token that is not in the text";
+    let next = ["end of the text"];
+    if (log === log) {
+      const logText = brief(log).replace("-", "−");
+      next = ["followed by ", came, `: ${chance(Math.exp(log))}, log p ${logText}`];
+    }
     return [
       line("head", quoted(tokenText(each, i)), ...(scored ? [element("span", `score ${brief(score)}`)] : [])),
       line("rank", bytes + rank),

@@ -25,9 +25,10 @@ Columns = dict[str, np.ndarray]
 class BatchScorer:
     """Scores a batch of image files.
 
-    A batch has the columns `id` and `content`, the bytes of a file, as an array of objects (arrays
-    of numpy's bytes drop zeros at the end). It may have a column `reason`, empty unless there are
-    no bytes. The result has the columns of `Scored.columns`; images that cannot be read have no row.
+    A batch has the columns `id` and `content`, the bytes of a file, as an array of objects (numpy
+    arrays of fixed-length bytes drop trailing zeros). It may have a column `reason`, empty unless
+    there are no bytes. The result has the columns of `Scored.columns`, without rows for images that
+    cannot be read.
 
     Args:
         network: How images become inputs.
@@ -57,7 +58,13 @@ class BatchScorer:
             Columns with a row for each image that could be read.
         """
         files = self._files(batch)
-        read = read_images(files, self.name, self.network.transform, self.strict, may_be_empty=True)
+        read = read_images(
+            files,
+            self.name,
+            self.network.transform,
+            self.strict,
+            may_be_empty=True,
+        )
         if read.rejected and self.rejected is not None:
             _write_list(self.rejected, read.rejected)
         if not read.kept:
@@ -86,13 +93,14 @@ class BatchScorer:
         """Return the files of a batch, which are not decoded yet."""
         if batch["content"].dtype.kind == "S":
             raise QualmsError(
-                "`content` is an array of numpy's bytes, which drops zeros; pass one of dtype "
-                "object."
+                "`content` is a numpy array of fixed-length bytes, which drops trailing zeros; "
+                "pass an array of dtype object."
             )
         reasons = batch.get("reason", np.full(len(batch["id"]), ""))
         files = []
         for number, name in enumerate(batch["id"]):
-            read = partial(_content, name, batch["content"][number], reasons[number])
+            content = batch["content"][number]
+            read = partial(_content, name, content, reasons[number])
             files.append(File(name, f"{name} in {self.name}", read))
         return files
 
@@ -102,7 +110,8 @@ class BatchScorer:
         size = transform.size if transform is not None else self.size
         assert size is not None
         gray = torch.full((1, 3, *size), 128, dtype=torch.uint8)
-        columns = _columns(self.score(Images(self.name, gray, None, ids=("gray",))))
+        images = Images(self.name, gray, None, ids=("gray",))
+        columns = _columns(self.score(images))
         return {name: values[:0] for name, values in columns.items()}
 
 
@@ -114,11 +123,12 @@ def rejected_in(folder: Path) -> list[Rejected]:
     """
     found: dict[str, str] = {}
     for file in sorted(folder.glob("*.parquet")):
-        ids, reasons = (column(file, name).to_pylist() for name in ("id", "reason"))
-        if len(ids) != len(reasons) or not all(isinstance(one, str) for one in (*ids, *reasons)):
+        ids = column(file, "id").to_pylist()
+        reasons = column(file, "reason").to_pylist()
+        are_texts = all(isinstance(one, str) for one in (*ids, *reasons))
+        if len(ids) != len(reasons) or not are_texts:
             raise QualmsError(
-                f"{file} is not a list of images that could not be read; remove it, and score "
-                "again."
+                f"{file} is not a valid list of rejected images; remove it, and score again."
             )
         found.update(zip(ids, reasons, strict=True))
     return [Rejected(name, why) for name, why in sorted(found.items())]
@@ -156,7 +166,7 @@ def _content(name: str, content: bytes | None, reason: str) -> bytes:
         Unreadable: If there are none.
     """
     if reason or content is None:
-        raise Unreadable(name, reason or "no image file's bytes")
+        raise Unreadable(name, reason or "not the bytes of an image file")
     return content
 
 

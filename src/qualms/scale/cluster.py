@@ -1,7 +1,7 @@
-"""Shards by workers of a Ray cluster: Ray Data reads, schedules, retries and writes.
+"""Shards written by the workers of a Ray cluster: Ray Data reads, schedules, retries and writes.
 
-Ray records which images are in a file, and a run that was killed skips them. The files move to their
-places once all are complete. Rows are in any order.
+Ray records which images are in a file, and a run that was killed skips them when it resumes. The
+files move to their places once all are complete. Rows are in any order.
 """
 
 import logging
@@ -39,11 +39,16 @@ from qualms.stream.source import Source, Split
 if TYPE_CHECKING:
     from ray.data import ReadTask
 
-WRITING = ".writing"  # the subfolder of Ray's files until all are complete
-NOTED = ".noted"  # where Ray records which images are done
-REJECTED = ".rejected"  # where workers list the images that cannot be read
-RESERVED_CORES = 3  # that Ray needs to read, to skip what is done, and to write
-LOCAL = "local"  # the address of a cluster on this machine, for this run alone
+# The subfolder of Ray's files until all are complete.
+WRITING = ".writing"
+# Where Ray records which images are done.
+NOTED = ".noted"
+# Where workers list the images that cannot be read.
+REJECTED = ".rejected"
+# That Ray needs to read, to skip what is done, and to write.
+RESERVED_CORES = 3
+# The address of a cluster on this machine, for this run alone.
+LOCAL = "local"
 
 
 def score_on_ray(
@@ -63,7 +68,7 @@ def score_on_ray(
         folder: Where the scores go; every worker can write there.
         about: What decides the scores, beside the images. A folder whose files were made with
             something else is refused.
-        size: The least rows of a file, but for the last one.
+        size: The minimum number of rows in each file but the last.
         workers: Processes that score; by default one for each core, three fewer on a cluster.
         address: Of the cluster, as for `ray.init`; by default one is started on this machine, and
             stopped at the end.
@@ -72,8 +77,14 @@ def score_on_ray(
         raise QualmsError(
             f"Ray cannot read {source.name}; name a folder, .parquet files or .tar files."
         )
-    about = {**about, "inputs": source.fingerprint, "shard_size": size, "runner": "ray"}
-    folder = folder.absolute()  # workers have a working directory of their own
+    about = {
+        **about,
+        "inputs": source.fingerprint,
+        "shard_size": size,
+        "runner": "ray",
+    }
+    # Workers have a working directory of their own.
+    folder = folder.absolute()
     with open_shard_folder(folder, about) as earlier:
         done = earlier
         if done is None:
@@ -85,7 +96,7 @@ def score_on_ray(
             done = _collect(folder, about, source)
         elif count_rows(shards_in(folder)) != done.scored:
             raise QualmsError(
-                f"{folder} lacks some of its {done.scored} rows; remove it, and score again."
+                f"{folder} is missing some of its {done.scored} rows; remove it, and score again."
             )
         for rest in (WRITING, NOTED, REJECTED):
             shutil.rmtree(folder / rest, ignore_errors=True)
@@ -102,14 +113,14 @@ def _count_workers(ray: Any, wanted: int | None) -> int:
     cores = int(ray.cluster_resources().get("CPU", 1))
     if cores <= RESERVED_CORES:
         raise QualmsError(
-            f"the cluster has {cores} cores, and Ray itself needs {RESERVED_CORES}; use at least "
+            f"the cluster has {cores} cores, but Ray itself needs {RESERVED_CORES}; use at least "
             f"{RESERVED_CORES + 1}."
         )
     return min(wanted or cores, cores - RESERVED_CORES)
 
 
 def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
-    """Move Ray's files to their places once it has written all of them, and write the manifest.
+    """Move Ray's files to their places once all are written, and write the manifest.
 
     Args:
         folder: Of the run.
@@ -118,10 +129,12 @@ def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
     """
     for shard in shards_in(folder / WRITING):
         shard.rename(folder / shard.name)
-    rejected = filter_rejections(rejected_in(folder / REJECTED), folder)
-    _require_all(count_rows(shards_in(folder)), len(rejected), source)
+    shards = shards_in(folder)
+    rejected = rejected_in(folder / REJECTED)
+    rejected = filter_rejections(rejected, folder)
+    _require_all(count_rows(shards), len(rejected), source)
     require_once(folder)
-    return finish(folder, about, shards_in(folder), rejected)
+    return finish(folder, about, shards, rejected)
 
 
 def filter_rejections(rejected: list[Rejected], folder: Path) -> list[Rejected]:
@@ -148,7 +161,7 @@ def _require_all(scored: int, rejected: int, source: Source) -> None:
     """
     if scored == 0:
         raise QualmsError(
-            f"no worker can read an image of {source.name}; check that every machine has them."
+            f"no worker can read any image of {source.name}; check that every machine has them."
         )
     if source.count not in (None, scored + rejected):
         raise QualmsError(
@@ -158,14 +171,18 @@ def _require_all(scored: int, rejected: int, source: Source) -> None:
 
 
 def require_once(folder: Path) -> None:
-    """Raise an error if an image has two rows, which could hide that another one has none.
+    """Raise an error if an image has two rows, which could hide that another has none.
 
     Args:
         folder: Of the run.
     """
-    tables = [arrow().table({"id": column(shard, "id")}) for shard in shards_in(folder)]
+    tables = []
+    for shard in shards_in(folder):
+        ids = column(shard, "id")
+        tables.append(arrow().table({"id": ids}))
     with explain_parquet_errors(folder):
-        ids = arrow().concat_tables(tables, promote_options="permissive").column(0)
+        table = arrow().concat_tables(tables, promote_options="permissive")
+        ids = table.column(0)
         doubled = len(ids) - len(ids.unique())
     if doubled:
         raise QualmsError(
@@ -176,13 +193,14 @@ def require_once(folder: Path) -> None:
 
 @contextmanager
 def cluster(address: str | None, workers: int | None) -> Iterator[Any]:
-    """The package ray, connected to a cluster.
+    """Yield the package ray, connected to a cluster.
 
     Args:
         address: Of the cluster; None starts one on this machine.
         workers: That score, for which a started cluster has cores.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends nothing over the network
+    # Sends nothing over the network.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Errors are raised here, and are in Ray's log files.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     ray = import_extra("ray", "ray", "a cluster", "ray")
@@ -216,7 +234,12 @@ def _start(ray: Any, address: str | None, workers: int | None) -> None:
     cores = (workers or os.cpu_count() or 1) + RESERVED_CORES
     own = {} if address else {"num_cpus": cores, "include_dashboard": False}
     with explain_failure(explain):
-        ray.init(address or LOCAL, log_to_driver=False, logging_level=logging.ERROR, **own)
+        ray.init(
+            address or LOCAL,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **own,
+        )
 
 
 class Worker:
@@ -236,7 +259,12 @@ class Worker:
 
 
 def _run(
-    ray: Any, scorer: BatchScorer, splits: list[Split], folder: Path, size: int, workers: int
+    ray: Any,
+    scorer: BatchScorer,
+    splits: list[Split],
+    folder: Path,
+    size: int,
+    workers: int,
 ) -> None:
     """Read, score and write all images.
 
@@ -245,8 +273,8 @@ def _run(
         scorer: For the workers.
         splits: Of the source; Ray reads each in a task.
         folder: Of the run.
-        size: The least rows of a file.
-        workers: The most processes that score.
+        size: The minimum number of rows in a file.
+        workers: The maximum number of processes that score.
     """
     from ray.data import ActorPoolStrategy, DataContext
     from ray.data.checkpoint import CheckpointConfig
@@ -256,14 +284,20 @@ def _run(
     context = DataContext.get_current()
     before = context.checkpoint_config, context.enable_progress_bars
     context.checkpoint_config = CheckpointConfig(
-        "id", str(folder / NOTED), delete_checkpoint_on_success=False
+        "id",
+        str(folder / NOTED),
+        delete_checkpoint_on_success=False,
     )
     context.enable_progress_bars = sys.stderr.isatty()
-    on_gpu = next(scorer.network.model.parameters()).device.type == "cuda"
+    weight = next(scorer.network.model.parameters())
+    on_gpu = weight.device.type == "cuda"
     try:
         with explain_failure(_explain_worker_error), _explain_worker_errors(ray):
             stored = ray.put(replace(scorer, rejected=folder / REJECTED))
-            images = ray.data.read_datasource(_datasource(splits), override_num_blocks=len(splits))
+            images = ray.data.read_datasource(
+                _datasource(splits),
+                override_num_blocks=len(splits),
+            )
             scores = images.map_batches(
                 Worker,
                 batch_size=BATCH,
@@ -283,7 +317,7 @@ def _run(
 
 @contextmanager
 def _explain_worker_errors(ray: Any) -> Iterator[None]:
-    """Explain errors of workers, also if Ray raises them as subclasses of `QualmsError`."""
+    """Explain errors of workers, even if Ray raises them as subclasses of `QualmsError`."""
     try:
         yield
     except ray.exceptions.RayError as error:
@@ -310,7 +344,10 @@ def _datasource(splits: list[Split]) -> Any:
 
         def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> "list[ReadTask]":
             unknown = BlockMetadata(
-                num_rows=None, size_bytes=None, input_files=None, exec_stats=None
+                num_rows=None,
+                size_bytes=None,
+                input_files=None,
+                exec_stats=None,
             )
             return [ReadTask(partial(_blocks, split), unknown) for split in splits]
 
@@ -337,8 +374,10 @@ def _row(file: File) -> dict[str, Any]:
 
 def _table(rows: list[dict[str, Any]]) -> Any:
     """Return rows as a pyarrow.Table."""
-    kinds = {"id": arrow().string(), "content": arrow().large_binary(), "reason": arrow().string()}
+    text, binary = arrow().string(), arrow().large_binary()
+    kinds = {"id": text, "content": binary, "reason": text}
     columns = {}
     for name, kind in kinds.items():
-        columns[name] = arrow().array([row[name] for row in rows], kind)
+        values = [row[name] for row in rows]
+        columns[name] = arrow().array(values, kind)
     return arrow().table(columns)

@@ -54,7 +54,8 @@ def require_shard_folder(folder: Path) -> None:
     """
     with explain_write_failure(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        others = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+        names = sorted(path.name for path in folder.iterdir())
+    others = [name for name in names if not name.startswith(".")]
     if others and not (folder / MANIFEST).exists():
         raise QualmsError(
             f"{folder} holds {others[0]} but no {MANIFEST}; choose an empty or new folder."
@@ -81,7 +82,10 @@ def open_shard_folder(folder: Path, about: dict[str, Any]) -> Iterator[Done | No
 
 
 def finish(
-    folder: Path, about: dict[str, Any], shards: Iterable[Path], rejected: Iterable[Rejected]
+    folder: Path,
+    about: dict[str, Any],
+    shards: Iterable[Path],
+    rejected: Iterable[Rejected],
 ) -> Done:
     """Write the list of rejected images, and the counts into the manifest.
 
@@ -151,8 +155,8 @@ def _count_true(shard: Path, decisions: Any) -> int:
     found = decisions.to_pylist()
     if not all(isinstance(one, bool) for one in found):
         raise QualmsError(
-            f"the column accepted of {shard} is not all yes or no; remove the file, and score "
-            "again."
+            f"the column `accepted` of {shard} has values other than true and false; remove the "
+            "file, and score again."
         )
     return sum(found)
 
@@ -164,12 +168,12 @@ def write(path: Path, table: Any) -> None:
 
 
 def arrow() -> Any:
-    """The package pyarrow."""
+    """Return the package pyarrow."""
     return import_extra("pyarrow", "pyarrow", ".parquet files")
 
 
 def parquet() -> Any:
-    """The module pyarrow.parquet."""
+    """Return the module pyarrow.parquet."""
     return import_extra("pyarrow.parquet", "pyarrow", ".parquet files")
 
 
@@ -185,7 +189,8 @@ def _read_manifest(folder: Path, about: dict[str, Any]) -> Done | None:
     """
     path, about = folder / MANIFEST, json.loads(json.dumps(about))
     require_shard_folder(folder)
-    has_shards = any(folder.glob("**/shard*.parquet"))  # also those that Ray has written so far
+    # Also those that Ray has written so far.
+    has_shards = any(folder.glob("**/shard*.parquet"))
     if not path.exists() or not has_shards:
         _write_json(path, about)
         return None

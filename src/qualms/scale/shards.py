@@ -1,7 +1,7 @@
-"""Shards by one process: .parquet files of a fixed number of images each, for any number of images.
+"""Shards written by one process: .parquet files with a fixed number of images each.
 
-A shard is written once it is complete. So a run that is killed loses at most one shard, and the next
-run begins with that one. A shard's metadata lists its images that could not be read.
+A shard is written once it is complete. So a run that is killed loses at most one shard, and the
+next run begins with that one. A shard's metadata lists its images that could not be read.
 """
 
 import json
@@ -20,9 +20,12 @@ from qualms.scale.shard_folder import Done, arrow, finish, open_shard_folder, pa
 from qualms.stream.sink import report_to, score_stream
 from qualms.stream.source import ImageBatch, Source
 
-SIZE = 4096  # images in a shard
-REJECTED_KEY = b"qualms.rejected"  # of a shard's metadata
-ScoreImages = Callable[[Images, int], Scored]  # some images, and the position of the first
+# Images in a shard.
+SIZE = 4096
+# In a shard's metadata.
+REJECTED_KEY = b"qualms.rejected"
+# Scores some images, given the position of the first.
+ScoreImages = Callable[[Images, int], Scored]
 
 
 def score_shards(
@@ -78,15 +81,22 @@ class _ShardSink:
             could be read.
     """
 
-    def __init__(self, folder: Path, size: int, score_one: Callable[[], Scored]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        score_one: Callable[[], Scored],
+    ) -> None:
         self.folder, self.size, self.score_one = folder, size, score_one
-        self.expected = 0  # the number of shards that the folder must hold
-        self.number: int | None = None  # of the shard that is being collected
+        # The number of shards that the folder must hold.
+        self.expected = 0
+        # Of the shard that is being collected.
+        self.number: int | None = None
         self.tables: list[Any] = []
         self.rejected: list[Rejected] = []
 
     def missing_batches(self, source: Source) -> Generator[ImageBatch]:
-        """Yield the batches of all shards that the folder lacks; those that it has are not read.
+        """Yield the batches of all missing shards; those that exist are not read.
 
         Args:
             source: All images.
@@ -97,7 +107,8 @@ class _ShardSink:
                 number += 1
             self.expected = max(self.expected, number)
             is_done = True
-            with closing(source.batches(number * self.size, self.size)) as batches:
+            start = number * self.size
+            with closing(source.batches(start, self.size)) as batches:
                 for batch in batches:
                     number = batch.first // self.size
                     if _shard(self.folder, number).exists():
@@ -106,7 +117,7 @@ class _ShardSink:
                     yield batch
 
     def has(self, batch: ImageBatch) -> bool:
-        """Return False: the shards that are there are not among the batches."""
+        """Return False: the batches exclude the shards that exist."""
         return False
 
     def write(self, batch: ImageBatch, scored: Scored | None) -> None:
@@ -119,12 +130,13 @@ class _ShardSink:
             self.flush()
 
     def flush(self) -> None:
-        """Write the shard that is being collected, if there is one."""
+        """Write the shard that is being collected, if any."""
         if self.number is None:
             return
         tables = self.tables or [self.score_one().to_arrow().slice(0, 0)]
         rejected = json.dumps([asdict(one) for one in self.rejected]).encode()
-        table = arrow().concat_tables(tables).replace_schema_metadata({REJECTED_KEY: rejected})
+        table = arrow().concat_tables(tables)
+        table = table.replace_schema_metadata({REJECTED_KEY: rejected})
         write(_shard(self.folder, self.number), table)
         self.expected = max(self.expected, self.number + 1)
         self.number, self.tables, self.rejected = None, [], []
@@ -143,7 +155,7 @@ def _finish(folder: Path, about: dict[str, Any], expected: int) -> Done:
     for shard in shards:
         if not shard.exists():
             raise QualmsError(
-                f"{folder} has lost shards while it was filled; run the same command again."
+                f"{folder} lost shards while it was being filled; run the same command again."
             )
         rejected += _rejected_of(shard)
     return finish(folder, about, shards, rejected)

@@ -92,7 +92,11 @@ def add_service(
     app.add_api_route("/openapi.json", lambda: JSONResponse(app.openapi()), include_in_schema=False)
 
 
-def _add_score_routes(app: FastAPI, handler: RequestHandler, needs_token: list[Any]) -> None:
+def _add_score_routes(
+    app: FastAPI,
+    handler: RequestHandler,
+    needs_token: list[Any],
+) -> None:
     """Add the routes below /v1.
 
     Args:
@@ -136,7 +140,11 @@ def _add_score_routes(app: FastAPI, handler: RequestHandler, needs_token: list[A
         return handler.startup.model_info
 
 
-def _add_monitoring_routes(app: FastAPI, handler: RequestHandler, needs_token: list[Any]) -> None:
+def _add_monitoring_routes(
+    app: FastAPI,
+    handler: RequestHandler,
+    needs_token: list[Any],
+) -> None:
     """Add the probes and the metrics.
 
     Args:
@@ -146,7 +154,7 @@ def _add_monitoring_routes(app: FastAPI, handler: RequestHandler, needs_token: l
     """
     not_ready = {
         "model": NotReady,
-        "description": "The network is not ready; how far the start is.",
+        "description": "The network is not ready; the body shows the progress of startup.",
     }
 
     @app.get("/healthz")
@@ -207,34 +215,38 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(StarletteHTTPException)
     async def answer_http_error(_: Request, error: StarletteHTTPException) -> Response:
-        """Errors that the routes or the router raise."""
+        """Answer errors that the routes or the router raise."""
         message = ROUTER_MESSAGES.get(error.status_code, str(error.detail))
         return error_response(error.status_code, message, dict(error.headers or {}))
 
     @app.exception_handler(RequestValidationError)
     async def answer_invalid_query(_: Request, error: RequestValidationError) -> Response:
-        """Mistakes in the query string, which FastAPI parses; the routes parse the bodies."""
+        """Answer errors in the query string, which FastAPI parses; routes parse the bodies."""
         first = error.errors()[0]
         return error_response(422, f"{first['loc'][-1]} is invalid: {first['msg']}.")
 
     @app.exception_handler(ValidationError)
     async def answer_invalid_body(_: Request, error: ValidationError) -> Response:
-        """Mistakes in a body."""
+        """Answer errors in a body."""
         status, message = describe_validation_error(error)
         return error_response(status, message)
 
     @app.exception_handler(QualmsError)
     async def answer_qualms_error(_: Request, error: QualmsError) -> Response:
-        """Images that cannot become inputs; the message goes to the log, as it may name files."""
+        """Answer errors in images; the message goes to the log, because it may name files."""
         log.warning("a request could not be answered: %s", error)
         return error_response(422, "the images cannot be scored; see the service's log.")
 
 
-def render_upload_page(info: ModelInfo, has_token: bool, is_ready: bool) -> str:
-    """Render the page where one drops an image and sees the decision.
+def render_upload_page(
+    info: ModelInfo,
+    has_token: bool,
+    is_ready: bool,
+) -> str:
+    """Render the page that scores an image and shows the decision.
 
     The page requests scores from the routes, with the token that the user enters. While the network
-    is not ready, it shows the progress of the start.
+    is not ready, it shows the progress of startup.
 
     Args:
         info: The model's description.
@@ -270,7 +282,9 @@ def _render(template: str, **values: Any) -> str:
         values: The values of the template's variables.
     """
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
     )
     css = _read_report_asset("page.css")
     page = environment.from_string(_read_asset(template))

@@ -109,7 +109,12 @@ class ScoringWorker(LitAPI):
         startup: Reports the progress to the other processes.
     """
 
-    def __init__(self, load: LoadFn, config: ServiceConfig, startup: Startup) -> None:
+    def __init__(
+        self,
+        load: LoadFn,
+        config: ServiceConfig,
+        startup: Startup,
+    ) -> None:
         # A batch has room for the largest request, and for one image of each of its requests. The
         # network's own images may be larger than a low limit on uploads.
         max_images = max(config.max_images, config.batch)
@@ -162,7 +167,10 @@ class BoundedBatchLoop(BatchedLoop):
         self.left_over: list[Any] = []  # the entry that the last batch had no room for, if any
 
     def get_batch_requests(
-        self, lit_api: LitAPI, request_queue: Any, transport: Any
+        self,
+        lit_api: LitAPI,
+        request_queue: Any,
+        transport: Any,
     ) -> tuple[list[Any], list[Any]]:
         """Wait for a request, and return it with those that have arrived by then.
 

@@ -19,7 +19,7 @@ MAX_HEAD_BYTES = 2**16  # of the request line and the headers, or of a chunked b
 TOO_LARGE = (
     f"the request's headers have more than {MAX_HEAD_BYTES:,} bytes; send fewer or shorter ones."
 )
-INVALID = "this is not a valid request of HTTP/1.1; check its first line, headers and length."
+INVALID = "this is not a valid HTTP/1.1 request; check its first line, headers and length."
 SEPARATOR = b": \r\n"  # the bytes of a header besides its name and value
 REQUEST_LINE = b"  HTTP/1.1\r\n\r\n"  # the bytes of a head besides method, address and headers
 

@@ -76,7 +76,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the start is.
+    """How far startup has come.
 
     Args:
         step: The current step.
@@ -124,7 +124,7 @@ class Progress:
 
 
 class Startup:
-    """The start of one service, as seen by one of its processes.
+    """The startup of one service, as seen by one of its processes.
 
     The process that loads the network writes the progress to a shared board. The process that
     answers HTTP and the command's own process read it.
@@ -135,7 +135,12 @@ class Startup:
         echo: Writes a line to the log.
     """
 
-    def __init__(self, model_info: ModelInfo, steps: int, echo: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        model_info: ModelInfo,
+        steps: int,
+        echo: Callable[[str], None],
+    ) -> None:
         self.model_info = model_info
         self.transform: ImageTransform | None = None
         self.echo = echo
@@ -223,8 +228,8 @@ def exit_if_hung(deadline: float, images: int) -> Iterator[None]:
 def _exit_hung(limit: float, images: int) -> None:
     """Print where the model hangs, and exit."""
     message = (
-        f"the network did not return within {limit:g} s from a batch of {images}, so its process "
-        "ends. It hangs here:"
+        f"the network took more than {limit:g} s for a batch of {images}, so its process exits. "
+        "It hangs here:"
     )
     print(f"qualms: {message}", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=STDERR)

@@ -75,7 +75,12 @@ class LimitsMiddleware:
             memory and time, so it counts as waiting.
     """
 
-    def __init__(self, app: App, config: ServiceConfig, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        app: App,
+        config: ServiceConfig,
+        metrics: Metrics,
+    ) -> None:
         self.app = app
         self.config = config
         self.metrics = metrics
@@ -109,7 +114,12 @@ class LimitsMiddleware:
             seconds = time.perf_counter() - began
             self.metrics.count_request(scope, response.status, seconds)
 
-    async def _handle(self, scope: Scope, receive: Receive, response: "_ResponseSender") -> None:
+    async def _handle(
+        self,
+        scope: Scope,
+        receive: Receive,
+        response: "_ResponseSender",
+    ) -> None:
         """Refuse a request, or run its route; one with a body has a deadline."""
         refusal = self._check_headers(scope)
         if refusal is not None:
@@ -143,7 +153,10 @@ class LimitsMiddleware:
         return None
 
     async def _run_with_limits(
-        self, scope: Scope, receive: Receive, response: "_ResponseSender"
+        self,
+        scope: Scope,
+        receive: Receive,
+        response: "_ResponseSender",
     ) -> None:
         """Run a route that reads a body, up to the deadline.
 
@@ -247,7 +260,11 @@ def _check_hosts(headers: list[tuple[bytes, bytes]]) -> JSONResponse | None:
     return error_response(403, message)
 
 
-def _check_token(path: str, headers: dict[bytes, bytes], token: str) -> JSONResponse | None:
+def _check_token(
+    path: str,
+    headers: dict[bytes, bytes],
+    token: str,
+) -> JSONResponse | None:
     """Refuse requests without the token, except to public paths.
 
     Args:
@@ -272,7 +289,9 @@ def request_state(scope: Scope) -> RequestState:
 
 
 def error_response(
-    status: int, message: str, headers: dict[str, str] | None = None
+    status: int,
+    message: str,
+    headers: dict[str, str] | None = None,
 ) -> JSONResponse:
     """Build the response of a failed request.
 

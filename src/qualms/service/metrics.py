@@ -30,7 +30,7 @@ class Metrics:
         )
         self.seconds = Histogram(
             "qualms_request_seconds",
-            "Seconds until the answer, by route.",
+            "Response time in seconds, by route.",
             ["route"],
             buckets=SECONDS_BUCKETS,
             registry=self.registry,
@@ -54,7 +54,10 @@ class Metrics:
         )
 
     def count_request(
-        self, scope: MutableMapping[str, Any], status: int | None, seconds: float
+        self,
+        scope: MutableMapping[str, Any],
+        status: int | None,
+        seconds: float,
     ) -> None:
         """Count a request that has ended.
 

@@ -78,7 +78,11 @@ class InferResponse(BaseModel):
     outputs: list[OutputTensor]
 
 
-def add_protocol_routes(app: FastAPI, handler: RequestHandler, needs_token: list[Any]) -> None:
+def add_protocol_routes(
+    app: FastAPI,
+    handler: RequestHandler,
+    needs_token: list[Any],
+) -> None:
     """Add the routes below /v2. The paths hold the model's name, so no other can be requested.
 
     Args:
@@ -210,7 +214,11 @@ def _select_outputs(infer_request: InferRequest, info: ModelInfo) -> list[str]:
     return names
 
 
-def _output_tensors(results: Results, names: list[str], info: ModelInfo) -> list[OutputTensor]:
+def _output_tensors(
+    results: Results,
+    names: list[str],
+    info: ModelInfo,
+) -> list[OutputTensor]:
     """Turn results into arrays.
 
     Args:
@@ -279,7 +287,10 @@ def _parse_infer_request(body: bytes, reader: ImageReader) -> tuple[InferRequest
     count = math.prod(tensor.shape)
     values = _flatten_numbers(tensor.data, count)
     if values is None:
-        message = f"data does not hold the {count} numbers of shape {tensor.shape}; send as many."
+        message = (
+            f"data does not hold the {count} numbers of shape {tensor.shape}; send exactly "
+            "that many."
+        )
         raise HTTPException(422, message)
     white = 255 if tensor.datatype == "UINT8" else 1
     arrays = list(values.reshape(tensor.shape))

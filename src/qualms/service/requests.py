@@ -94,10 +94,17 @@ class RequestHandler:
         try:
             return await asyncio.wrap_future(running)
         except MemoryError:
-            message = "the request needs more memory than there is; send fewer or smaller images."
+            message = (
+                "the request needs more memory than is available; send fewer or smaller images."
+            )
             raise HTTPException(413, message) from None
 
-    async def score(self, request: Request, images: list[Pixels], with_layers: bool) -> Results:
+    async def score(
+        self,
+        request: Request,
+        images: list[Pixels],
+        with_layers: bool,
+    ) -> Results:
         """Score the images of a request, in a batch with those of other requests.
 
         Args:

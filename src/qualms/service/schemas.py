@@ -76,9 +76,12 @@ class Answer(BaseModel):
     model_hash: str = Field(description="A digest of the network's weights.")
     method: str = Field(description="The first method, which decides.")
     threshold: float | None = Field(
-        description="The highest accepted score; null if there is none, or no threshold."
+        description="The highest accepted score; null without a threshold, or if no score is "
+        "accepted."
     )
-    seconds: float = Field(description="From the request's headers to the answer.")
+    seconds: float = Field(
+        description="From receiving the request's headers to sending the response."
+    )
     results: list[Result]
 
 
@@ -92,10 +95,10 @@ class NotReady(BaseModel):
     """Why the network does not answer yet, or not any more."""
 
     status: Literal["warming up", "failed", "hangs"]
-    step: str = Field(description="The current step of the start, or the one that failed.")
+    step: str = Field(description="The current step of startup, or the one that failed.")
     step_number: int = Field(description="From 1.")
     steps: int
-    seconds: float = Field(description="Since the start of the service.")
+    seconds: float = Field(description="Since the service was started.")
 
 
 class ModelInfo(BaseModel):
@@ -120,7 +123,7 @@ class ModelInfo(BaseModel):
 ERROR_DESCRIPTIONS = {
     400: "The body cannot be parsed.",
     401: "The token is missing or wrong.",
-    403: "Without a token, only requests to 127.0.0.1 and localhost are answered.",
+    403: "Without a token, the service answers only requests to 127.0.0.1 and localhost.",
     408: "The body did not arrive in time.",
     413: "The body is too large, or it has too many images or pixels.",
     415: "The content type is not supported.",
@@ -163,7 +166,8 @@ class InputTensor(BaseModel):
         description="UINT8 for numbers from 0 to 255, FP32 for numbers from 0 to 1."
     )
     data: list[Any] = Field(
-        min_length=1, description="The numbers in row-major order, nested or flat."
+        min_length=1,
+        description="The numbers in row-major order, nested or flat.",
     )
     parameters: dict[str, Any] | None = Field(None, description="Ignored.")
 
@@ -189,10 +193,11 @@ class InferRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [INFER_EXAMPLE]})
 
-    id: str | None = Field(None, max_length=200, description="Returned with the answer.")
+    id: str | None = Field(None, max_length=200, description="Returned with the response.")
     inputs: Annotated[list[InputTensor], FailFast()] = Field(min_length=1, max_length=1)
     outputs: Annotated[list[RequestedOutput], Field(max_length=MAX_OUTPUTS)] | None = Field(
-        None, description="All outputs if omitted."
+        None,
+        description="All outputs if omitted.",
     )
     parameters: dict[str, Any] | None = Field(None, description="Ignored.")
 
@@ -260,7 +265,7 @@ def describe_validation_error(error: ValidationError) -> tuple[int, str]:
     """
     count = error.error_count()
     if count > MAX_MISTAKES:
-        return 422, f"the body has {count:,} mistakes; see /docs for the valid fields."
+        return 422, f"the body has {count:,} errors; see /docs for the valid fields."
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return 400, "the body is not valid JSON."

@@ -135,7 +135,9 @@ class ScoringService:
 
 
 def describe_unloaded(
-    name: str, methods: Mapping[str, Method], threshold: Threshold | None
+    name: str,
+    methods: Mapping[str, Method],
+    threshold: Threshold | None,
 ) -> ModelInfo:
     """Describe a model before it is loaded: without weights, classes and tolerance.
 
@@ -240,7 +242,10 @@ class _RequestBatch:
     """
 
     def __init__(
-        self, service: ScoringService, requests: Sequence[ScoreRequest], watch: WatchFn
+        self,
+        service: ScoringService,
+        requests: Sequence[ScoreRequest],
+        watch: WatchFn,
     ) -> None:
         self.service = service
         self.requests = requests
@@ -364,6 +369,6 @@ def _as_images(pixels: UInt8[Tensor, "n c h w"]) -> Images:
 
 
 def _normalize_rows(sums: Float[np.ndarray, "n layers"]) -> Float[np.ndarray, "n layers"]:
-    """Divide each row by its sum; rows of zeros stay."""
+    """Divide each row by its sum; leave rows of zeros unchanged."""
     totals = sums.sum(1, keepdims=True)
     return np.divide(sums, totals, out=np.zeros_like(sums), where=totals > 0)

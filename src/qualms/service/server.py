@@ -133,7 +133,10 @@ class ScoringServer(LitServer):
             time.sleep(POLL_SECONDS)
 
     def _perform_graceful_shutdown(
-        self, manager: Any, uvicorn_workers: dict[Any, Any], shutdown_reason: str = "normal"
+        self,
+        manager: Any,
+        uvicorn_workers: dict[Any, Any],
+        shutdown_reason: str = "normal",
     ) -> None:
         if self.startup.is_ready:
             super()._perform_graceful_shutdown(manager, uvicorn_workers, shutdown_reason)
@@ -150,7 +153,9 @@ class ScoringServer(LitServer):
 
 
 def build_server(
-    load: LoadFn, config: ServiceConfig, startup: Startup
+    load: LoadFn,
+    config: ServiceConfig,
+    startup: Startup,
 ) -> tuple[ScoringServer, BatchClient]:
     """Build LitServe's server, without its own pages.
 
@@ -222,12 +227,13 @@ def serve(
     except (EOFError, ConnectionError):
         # LitServe's queues have failed, because the process with the model ended.
         raise QualmsError(
-            "the process with the network ended; the lines above say why, or memory ran out."
+            "the process with the network exited; see the lines above, or check whether memory "
+            "ran out."
         ) from None
 
 
 def _url(config: ServiceConfig) -> str:
-    """Return the service's URL; an IPv6 address stands in brackets."""
+    """Return the service's URL; put an IPv6 address in brackets."""
     host = config.host
     if ":" in host:
         host = f"[{host}]"
@@ -271,7 +277,7 @@ def _handle_stop_signals(handler: Callable[..., None]) -> None:
 
 
 def _stop_start(startup: Startup) -> Callable[..., None]:
-    """Return a handler of signals during the start, which `wait_until_ready` takes note of.
+    """Return a handler of signals during startup, which `wait_until_ready` checks for.
 
     It does not raise: an exception during a fork would be printed and dropped by Python.
     """
@@ -285,7 +291,7 @@ def _stop_start(startup: Startup) -> Callable[..., None]:
 
 
 def _stop_server(*_: object) -> None:
-    """Stop in order, which LitServe does at Ctrl-C alone. Its children exit silently."""
+    """Stop cleanly, which LitServe does only at Ctrl-C. Its children exit silently."""
     if parent_process() is not None:
         raise SystemExit(0)
     logging.getLogger("litserve.server").addFilter(_is_no_monitoring_record)

@@ -1,4 +1,4 @@
-"""From what a request holds, image files or numbers, to pixels.
+"""Turn what a request holds, image files or numbers, into pixels.
 
 The limits are checked first: no image with too many pixels is ever decoded.
 """
@@ -133,7 +133,11 @@ class ImageReader:
         return HTTPException(413, message)
 
 
-def _to_uint8(array: Any, white: int, where: str) -> UInt8[np.ndarray, "h w *colors"]:
+def _to_uint8(
+    array: Any,
+    white: int,
+    where: str,
+) -> UInt8[np.ndarray, "h w *colors"]:
     """Check the numbers of one image and scale them to 0…255.
 
     Args:
@@ -170,7 +174,7 @@ def _to_uint8(array: Any, white: int, where: str) -> UInt8[np.ndarray, "h w *col
 
 
 def _as_array(array: Any) -> np.ndarray:
-    """Convert to an array; one without elements if the rows differ in length."""
+    """Convert to an array, which is empty if the rows differ in length."""
     try:
         return np.asarray(array)
     except ValueError:

@@ -1,1 +1,1 @@
-"""Images on their way to scores: sources of batches, a network's transform, the scorer, and sinks."""
+"""From images to scores: sources of batches, a network's transform, the scorer, and sinks."""

@@ -14,9 +14,12 @@ from qualms.stream.network import InputBatches, Network
 
 
 def make_scorer(
-    network: Network, methods: Mapping[str, Method], train: Images | None = None, **options: Any
+    network: Network,
+    methods: Mapping[str, Method],
+    train: Images | None = None,
+    **options: Any,
 ) -> Scorer:
-    """A scorer of a network's model.
+    """Return a scorer for a network's model.
 
     Args:
         network: whose model and ensemble members are used.
@@ -30,7 +33,13 @@ def make_scorer(
         scaled[name] = network.scale_noise(method)
         if train is not None and TRAINING_DATA in method.needs:
             batches = InputBatches(network, train)
-    return Scorer(network.model, scaled, train=batches, models=network.members, **options)
+    return Scorer(
+        network.model,
+        scaled,
+        train=batches,
+        models=network.members,
+        **options,
+    )
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,7 @@ class ImageScorer:
     scorer: Scorer
 
     def score(self, images: Images, first: int = 0) -> Scored:
-        """The scores of one batch.
+        """Score one batch.
 
         Args:
             images: of one size.
@@ -66,12 +75,17 @@ class ImageScorer:
         with _name_image(images, numbers, first):
             scored = self.scorer(x, numbers=numbers)
         ids = images.ids or range(first, first + len(images))
-        names = self.network.names_of_classes(images, scored.probs.shape[1])
+        classes = scored.probs.shape[1]
+        names = self.network.names_of_classes(images, classes)
         return replace(scored, ids=ids, class_names=names)
 
 
 @contextmanager
-def _name_image(images: Images, numbers: Sequence[int], first: int) -> Iterator[None]:
+def _name_image(
+    images: Images,
+    numbers: Sequence[int],
+    first: int,
+) -> Iterator[None]:
     """Name the image without a finite score, which the scorer knows by its number.
 
     Args:
@@ -85,5 +99,6 @@ def _name_image(images: Images, numbers: Sequence[int], first: int) -> Iterator[
         place = numbers.index(error.number)
         which = images.ids[place] if images.ids else f"image {first + place}"
         raise QualmsError(
-            f"{error.method} gives {which} of {images.name} no finite score; leave the method out."
+            f"{error.method} has no finite score for {which} of {images.name}; leave the method "
+            "out."
         ) from None

@@ -58,11 +58,11 @@ class Network:
         return found
 
     def inputs(self, images: Images) -> Float[Tensor, "n c h w"]:
-        """What the model receives: pixels in its size and channels, normalized, on its device."""
+        """Return the model's input: pixels in its size and channels, normalized, on its device."""
         return self._normalize(self._transform(images))
 
     def numbered_inputs(self, images: Images) -> tuple[Float[Tensor, "n c h w"], list[int]]:
-        """What the model receives, and a number for each image that follows from its pixels.
+        """Return the model's input, and a number for each image that follows from its pixels.
 
         The numbers decide random draws (see `Scorer`), so an image has the same score in any
         position and in any batch.
@@ -78,14 +78,15 @@ class Network:
 
     def _transform(self, images: Images) -> Images:
         own = images if self.transform is None else self.transform.apply(images)
-        return own.convert(len(self.normalization.mean), own.size)  # files are read in color
+        channels = len(self.normalization.mean)
+        return own.convert(channels, own.size)  # files are read in color
 
     def _normalize(self, own: Images) -> Float[Tensor, "n c h w"]:
         device = next(self.model.parameters()).device
         return self.normalization.apply(own.pixels).to(device)
 
     def logits(self, images: Images) -> Float[Tensor, "n classes"]:
-        """The model's outputs, in evaluation mode."""
+        """Return the model's outputs, in evaluation mode."""
         parts = []
         with preserve_state(self.model) as model, torch.no_grad():
             for x in InputBatches(self, images):
@@ -93,7 +94,7 @@ class Network:
         return torch.cat(parts)
 
     def describe_preprocessing(self, images: Images) -> tuple[str, ...]:
-        """What was done to images while reading, and what is done to them here, in sentences."""
+        """Describe in sentences what is done to images, both while reading them and here."""
         if self.transform is None:
             return images.notes
         own = self.transform.describe([images.size] * len(images))
@@ -108,7 +109,7 @@ class Network:
         def explain(error: Exception) -> QualmsError:
             return QualmsError(
                 f"{self.name} does not take images of {width} x {height} pixels "
-                f"({reason(error)}); pass size=, the one that it was trained on."
+                f"({reason(error)}); pass size=, the size it was trained on."
             )
 
         x = self.inputs(images.take(slice(0, 1)))
@@ -116,7 +117,7 @@ class Network:
             model(x)
 
     def names_of_classes(self, images: Images, count: int) -> tuple[str, ...] | None:
-        """The names of `count` classes: the network's, else the images'; None if neither has them.
+        """Return `count` class names: the network's, else the images'; None if neither has them.
 
         Args:
             images: whose class names serve if the network has none.
@@ -128,7 +129,7 @@ class Network:
         return None
 
     def relabel(self, images: Images) -> Images:
-        """Images whose labels count the classes as the network does.
+        """Return images whose labels number the classes as the network does.
 
         Classes are matched by name where both have names, else by number. A folder may hold some
         of the network's classes, or all of them in alphabetical order. Folders of ImageNet's
@@ -137,7 +138,9 @@ class Network:
         Args:
             images: with or without labels; without, they are returned unchanged.
         """
-        if images.labels is None or not images.classes or images.classes == self.class_names:
+        if images.labels is None or not images.classes:
+            return images
+        if images.classes == self.class_names:
             return images
         source = images.name if images.name in DATASETS else images.source or images.name
         if not self.class_names:
@@ -146,8 +149,9 @@ class Network:
         names = self.class_names
         if names == imagenet_classes() and set(images.classes) <= set(imagenet_ids()):
             names = imagenet_ids()
-        numbers = torch.tensor(_match_classes(images.classes, names, source, self.name))
-        return replace(images, labels=numbers[images.labels], classes=self.class_names)
+        matched = _match_classes(images.classes, names, source, self.name)
+        labels = torch.tensor(matched)[images.labels]
+        return replace(images, labels=labels, classes=self.class_names)
 
     def _require_class_count(self, images: Images, source: str) -> None:
         classes = self.logits(images.take(slice(0, 1))).shape[1]
@@ -159,7 +163,7 @@ class Network:
             )
 
     def accuracy(self, images: Images) -> float:
-        """The share of labeled images that the network classifies correctly."""
+        """Return the share of labeled images that the network classifies correctly."""
         logits, labels = self.logits(images), images.labels
         if labels is None:
             raise QualmsError(
@@ -176,7 +180,7 @@ class Network:
         return accuracy(logits, labels)
 
     def scale_noise(self, method: Method) -> Method:
-        """The method with its noise, given for pixels in [0, 1], in the units of the model's input.
+        """Convert a method's noise, given for pixels in [0, 1], to the units of the model's input.
 
         Papers give the σ of smoothing and `perturb-x`, the a of `mc-aa` and the ε of `odin` for
         pixels in [0, 1].
@@ -202,9 +206,12 @@ class InputBatches:
 
 
 def _match_classes(
-    found: Sequence[str], names: Sequence[str], source: str, network: str
+    found: Sequence[str],
+    names: Sequence[str],
+    source: str,
+    network: str,
 ) -> list[int]:
-    """The network's number for each class of some images, by name.
+    """Return the network's number for each class of some images, matched by name.
 
     Several classes with one name are matched in order if the images have as many of that name.
 
@@ -229,8 +236,8 @@ def _match_classes(
         if len(places[name]) != counts[name]:
             which = " and ".join(map(str, places[name]))
             raise QualmsError(
-                f"{source} has the class {name!r}, which is the name of the classes {which} of "
-                f"{network}; give these different names with --classes."
+                f"{source} has the class {name!r}, but classes {which} of {network} share that "
+                "name; give them different names with --classes."
             )
         numbers.append(places[name][seen[name]])
         seen[name] += 1

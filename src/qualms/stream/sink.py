@@ -16,7 +16,7 @@ class Batch(Protocol):
 
     @property
     def count(self) -> int:
-        """How many samples of the source there are, with those that could not be read."""
+        """The number of samples, including those that could not be read."""
 
     @property
     def is_empty(self) -> bool:
@@ -31,7 +31,7 @@ class Sink(Protocol[BatchT_contra]):
     """Takes the scores of a stream, batch by batch: into a table, a journal or shards."""
 
     def has(self, batch: BatchT_contra) -> bool:
-        """Whether an earlier run has saved the scores of this batch."""
+        """Return whether an earlier run has saved the scores of this batch."""
 
     def write(self, batch: BatchT_contra, scored: Scored | None) -> None:
         """Save one batch; `scored` is None if none of its samples could be read."""
@@ -43,7 +43,7 @@ def score_stream(
     sink: Sink[BatchT],
     progress: Callable[[int], None],
 ) -> None:
-    """Score the batches of a source into a sink. Batches that the sink has are skipped.
+    """Score the batches of a source into a sink; skip those that the sink has.
 
     Args:
         batches: from a source.
@@ -58,9 +58,12 @@ def score_stream(
 
 
 def report_to(
-    progress: ProgressFn | None, name: str, total: int | None, samples: str = "images"
+    progress: ProgressFn | None,
+    name: str,
+    total: int | None,
+    samples: str = "images",
 ) -> Callable[[int], None]:
-    """How `score_stream` reports its position to a progress callback.
+    """Return a function by which `score_stream` reports its position to a callback.
 
     Args:
         progress: the callback; None reports nothing.

@@ -1,4 +1,4 @@
-"""How many inputs go together: the one place that decides, for every command, task and service."""
+"""Batch sizes: the one place that sets them, for every command, task and service."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ SPLIT_FILES = 256
 
 
 def batch_sizes(count: int, largest: int = BATCH) -> Iterator[int]:
-    """The sizes of consecutive batches of `count` images: 1, 3, 12, 16, then `largest`.
+    """Yield the sizes of consecutive batches of `count` images: 1, 3, 12, 16, then `largest`.
 
     The first batches are small, so that progress shows early. The sizes depend on nothing else, so
     a run that resumes forms the same batches as one that was never stopped.

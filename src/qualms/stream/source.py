@@ -51,8 +51,10 @@ class ImageBatch:
         return len(self.images) == 0
 
 
-Reader = Callable[[], ImageBatch]  # reads one batch; may run in a thread
-Split = Callable[[], Iterable[File]]  # lists some of the files; may be sent to another process
+# Reads one batch; may run in a thread.
+Reader = Callable[[], ImageBatch]
+# Lists some of the files; may be sent to another process.
+Split = Callable[[], Iterable[File]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Source:
         name: what people call them.
         classes: names of their classes; empty if they have none.
         fingerprint: of the names, sizes and times of the files, whose content it does not read.
-        count: how many there are; None if only reading them tells.
+        count: how many there are; None if that is known only after reading them.
         readers: given a position and the sizes of batches, a reader for each batch from there on.
         splits: all files, in parts for several processes; None if one process must read them.
     """
@@ -76,33 +78,37 @@ class Source:
     splits: Callable[[], list[Split]] | None = None
 
     def batches(self, start: int, shard: int) -> Generator[ImageBatch]:
-        """The batches from a position on, in order; threads read ahead of the caller.
+        """Yield the batches from a position on, in order; threads read ahead of the caller.
 
         Args:
             start: the position of the first image, where a shard begins.
             shard: images in a shard; no batch reaches from one shard into the next.
         """
         first = start
-        with closing(_read_ahead(self.readers(start, cycle(batch_sizes(shard, BATCH))))) as found:
+        sizes = cycle(batch_sizes(shard, BATCH))
+        readers = self.readers(start, sizes)
+        with closing(_read_ahead(readers)) as found:
             for batch in found:
                 yield replace(batch, first=first)
                 first += batch.count
 
     def first(self) -> Images:
-        """The first images that can be read; an error if there are none."""
+        """Return the first images that can be read; raise an error if there are none."""
         why = ""
-        with closing(_read_ahead(self.readers(0, repeat(BATCH)))) as batches:
+        readers = self.readers(0, repeat(BATCH))
+        with closing(_read_ahead(readers)) as batches:
             for batch in batches:
                 if len(batch.images):
                     return batch.images
-                why = why or f": {batch.rejected[0].id} is {batch.rejected[0].reason}"
+                rejected = batch.rejected[0]
+                why = why or f": {rejected.id} is {rejected.reason}"
         raise QualmsError(
             f"no image of {self.name} can be read{why}; check that it is the one you meant."
         )
 
 
 def batches_in_memory(images: Images) -> Iterator[ImageBatch]:
-    """Images that are in memory already, as the batches of a source."""
+    """Yield images that are already in memory, as the batches of a source."""
     first = 0
     for size in batch_sizes(len(images)):
         part = images.take(slice(first, first + size))
@@ -111,9 +117,12 @@ def batches_in_memory(images: Images) -> Iterator[ImageBatch]:
 
 
 def open_source(
-    data: str, root: Path | None, transform: ImageTransform | None, strict: bool = False
+    data: str,
+    root: Path | None,
+    transform: ImageTransform | None,
+    strict: bool = False,
 ) -> Source:
-    """The images of a folder, of a .npz file, of .parquet or .tar files, or of a dataset.
+    """Open a folder, a .npz file, .parquet or .tar files, or a dataset as a source of images.
 
     Args:
         data: as for `qualms.data.load`; also a .tar file, or a pattern such as `shards/*.tar`.
@@ -137,11 +146,12 @@ def open_source(
         return _of_arrays(data, files[0], transform)
     if files and files[0].is_dir():
         return _of_folder(list_folder(files[0], "test"), reader)
-    return _of_memory(data, load(data, root, transform=transform, strict=strict))
+    images = load(data, root, transform=transform, strict=strict)
+    return _of_memory(data, images)
 
 
 def _find_files(data: str, root: Path | None) -> list[Path]:
-    """The file or folder, or the files of a pattern; none for a dataset or a missing file."""
+    """Return a file or folder, or a pattern's files; none for a dataset or a missing file."""
     if dataset_name(data, root) is not None:
         return []
     place = place_of(data, root_of(root))
@@ -169,7 +179,7 @@ class _FileReader:
     strict: bool
 
     def readers(self, files: Iterable[File], sizes: Sizes) -> Iterator[Reader]:
-        """A reader for each batch of consecutive files."""
+        """Yield a reader for each batch of consecutive files."""
         rest = iter(files)
         while some := tuple(islice(rest, next(sizes))):
             yield partial(self.read, some)
@@ -183,7 +193,7 @@ class _FileReader:
 
 
 def _of_parquet(files: list[Path], reader: _FileReader) -> Source:
-    """The rows of .parquet files, in order; a split is a group of rows."""
+    """Return a source of the rows of .parquet files, in order; a split is a row group."""
     groups, classes = zip(*map(parquet_outline, files), strict=True)
     rows = list(map(sum, groups))
 
@@ -193,25 +203,32 @@ def _of_parquet(files: list[Path], reader: _FileReader) -> Source:
     def splits() -> list[Split]:
         return list(_splits_of_rows(_absolute(files), groups))
 
-    return Source(reader.name, classes[0], _fingerprint(files), sum(rows), readers, splits)
+    fingerprint = _fingerprint(files)
+    return Source(reader.name, classes[0], fingerprint, sum(rows), readers, splits)
 
 
-def _rows_of(paths: list[Path], rows: Sequence[int], start: int) -> Iterator[File]:
-    """The images of .parquet files from a position on."""
-    for (path, prefix), count in zip(_prefixes(paths).items(), rows, strict=True):
+def _rows_of(
+    paths: list[Path],
+    rows: Sequence[int],
+    start: int,
+) -> Iterator[File]:
+    """Yield the images of .parquet files from a position on."""
+    prefixes = _prefixes(paths).items()
+    for (path, prefix), count in zip(prefixes, rows, strict=True):
         if start < count:
             yield from _rows(path, prefix, max(0, start), count)
         start -= count
 
 
 def _splits_of_rows(paths: list[Path], groups: Iterable[list[int]]) -> Iterator[Split]:
-    for (path, prefix), counts in zip(_prefixes(paths).items(), groups, strict=True):
+    prefixes = _prefixes(paths).items()
+    for (path, prefix), counts in zip(prefixes, groups, strict=True):
         for end, count in zip(accumulate(counts), counts, strict=True):
             yield partial(_rows, path, prefix, end - count, end)
 
 
 def _rows(path: Path, prefix: str, start: int, end: int) -> Iterator[File]:
-    """The images of some rows.
+    """Yield the images of some rows.
 
     Args:
         path: a .parquet file.
@@ -229,13 +246,14 @@ def _rows(path: Path, prefix: str, start: int, end: int) -> Iterator[File]:
 
 
 def _of_tar(files: list[Path], reader: _FileReader) -> Source:
-    """The images of .tar files, in order; a split is a file.
+    """Return a source of the images of .tar files, in order; a split is a file.
 
-    How many there are, only reading tells.
+    Their number is known only after reading them all.
     """
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
-        rest = islice(_members(files), start, None)  # those before are skipped, not decoded
+        # Those before are skipped, not decoded.
+        rest = islice(_members(files), start, None)
         return reader.readers(rest, sizes)
 
     def splits() -> list[Split]:
@@ -251,7 +269,7 @@ def _members(paths: list[Path]) -> Iterator[File]:
 
 
 def _of_folder(listing: Listing, reader: _FileReader) -> Source:
-    """The files of a folder; a split is some of them."""
+    """Return a source of the files of a folder; a split is some of them."""
     files, folder = listing.files, listing.path
     if not files:
         raise QualmsError(f"{folder} holds no images; check that it is the one you meant.")
@@ -263,7 +281,8 @@ def _of_folder(listing: Listing, reader: _FileReader) -> Source:
         found: list[Split] = []
         for start in range(0, len(files), SPLIT_FILES):
             some = _absolute(files[start : start + SPLIT_FILES])
-            found.append(partial(_some_files, Listing(folder.absolute(), some, None, (), [])))
+            part = Listing(folder.absolute(), some, None, (), [])
+            found.append(partial(_some_files, part))
         return found
 
     fingerprint = _fingerprint(files, folder)
@@ -271,17 +290,21 @@ def _of_folder(listing: Listing, reader: _FileReader) -> Source:
 
 
 def _some_files(listing: Listing) -> Iterator[File]:
-    """Some of a folder's files, on a machine that may not have them."""
+    """Return some of a folder's files, on a machine that may not have them."""
     if not listing.path.is_dir():
         raise QualmsError(
-            f"{listing.path} does not exist on {platform.node()}; every machine must find the images "
-            "at the same path."
+            f"{listing.path} does not exist on {platform.node()}; every machine must find the "
+            "images at the same path."
         )
     return listing.to_read()
 
 
-def _of_arrays(data: str, path: Path, transform: ImageTransform | None) -> Source:
-    """The test images of a .npz file.
+def _of_arrays(
+    data: str,
+    path: Path,
+    transform: ImageTransform | None,
+) -> Source:
+    """Return a source of the test images of a .npz file.
 
     Args:
         data: what people call them.
@@ -291,9 +314,11 @@ def _of_arrays(data: str, path: Path, transform: ImageTransform | None) -> Sourc
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
         for pixels in npz_parts(path, "test", start, sizes):
-            yield partial(_transform, Images(data, torch.from_numpy(pixels), None), transform)
+            images = Images(data, torch.from_numpy(pixels), None)
+            yield partial(_transform, images, transform)
 
-    return Source(data, (), _fingerprint([path]), npz_count(path, "test"), readers)
+    count = npz_count(path, "test")
+    return Source(data, (), _fingerprint([path]), count, readers)
 
 
 def _transform(images: Images, transform: ImageTransform | None) -> ImageBatch:
@@ -302,7 +327,7 @@ def _transform(images: Images, transform: ImageTransform | None) -> ImageBatch:
 
 
 def _of_memory(data: str, images: Images) -> Source:
-    """A dataset, or one image."""
+    """Return a source of images that are in memory: a dataset, or one image."""
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
         while start < len(images):
@@ -310,11 +335,12 @@ def _of_memory(data: str, images: Images) -> Source:
             start += len(part)
             yield partial(ImageBatch, len(part), part)
 
-    return Source(data, images.classes, images.fingerprint(), len(images), readers)
+    fingerprint = images.fingerprint()
+    return Source(data, images.classes, fingerprint, len(images), readers)
 
 
 def _read_ahead(readers: Iterable[Reader]) -> Generator[ImageBatch]:
-    """The batches in order; each is read while the caller works on those before it."""
+    """Yield the batches in order; each is read while the caller works on those before it."""
     with ThreadPoolExecutor(THREADS) as pool:
         running: deque[Future[ImageBatch]] = deque()
         for reader in readers:
@@ -326,19 +352,19 @@ def _read_ahead(readers: Iterable[Reader]) -> Generator[ImageBatch]:
 
 
 def _prefixes(paths: list[Path]) -> dict[Path, str]:
-    """What makes the ids of several files differ."""
+    """Return a prefix for each file that keeps the ids of several files apart."""
     if len(paths) == 1:
         return {paths[0]: ""}
     return {path: f"{name} " for path, name in _names(paths).items()}
 
 
 def _absolute(paths: list[Path]) -> list[Path]:
-    """For processes whose working directory is another."""
+    """Make paths absolute, for processes with another working directory."""
     return [path.absolute() for path in paths]
 
 
 def _names(files: list[Path], folder: Path | None = None) -> dict[Path, str]:
-    """Paths of files within a folder, or within the one that all of them are in."""
+    """Return the files' paths relative to a folder, by default to their common one."""
     common = folder or os.path.commonpath([file.parent for file in files])
     return {file: file.relative_to(common).as_posix() for file in files}
 
@@ -349,6 +375,7 @@ def _fingerprint(files: list[Path], folder: Path | None = None) -> str:
         try:
             about = file.stat()
             digest.update(f"{name}\0{about.st_size}\0{about.st_mtime_ns}\n".encode())
-        except OSError:  # a link to nowhere, which is an image that cannot be read
+        except OSError:
+            # A link to nowhere, which is an image that cannot be read.
             digest.update(f"{name}\0\n".encode())
     return digest.hexdigest()[:16]

@@ -305,8 +305,8 @@ def split(train: Images, plan: Plan, seed: int) -> Parts:
     each, rest = divmod(plan.start, classes)
     if each < 1 or rest:
         raise QualmsError(
-            f"a balanced start of {plan.start} images is not a multiple of the {classes} classes; "
-            "start with a multiple."
+            f"a balanced start with {plan.start} images is impossible for {classes} classes; pass "
+            f"a multiple of {classes}."
         )
     order = torch.randperm(block, generator=generator(seed, START))
     start = []

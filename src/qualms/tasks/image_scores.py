@@ -66,7 +66,7 @@ def score_images(
     train: Images | None = None,
     progress: ProgressFn | None = None,
 ) -> ScoredImages:
-    """The scores of all images by all methods; those that the journal lacks are computed.
+    """Return the scores of all images by all methods; compute those that the journal lacks.
 
     Args:
         network: what scores them.
@@ -123,7 +123,7 @@ class _ImageRows(ScoreRows[ImageBatch]):
         return {"scores": {name: values.tolist() for name, values in scored.scores.items()}}
 
     def collect(self, network: Network, images: Images) -> ScoredImages:
-        """All scores, once all batches have passed.
+        """Return all scores, once all batches have passed.
 
         Args:
             network: predicts the classes of batches that an earlier run has scored.
@@ -145,7 +145,7 @@ class _ImageRows(ScoreRows[ImageBatch]):
 
 
 def engine_label(engine: Engine | Sketch, tolerance: float | None) -> str:
-    """The engine's name in rows: scores within another tolerance are other scores."""
+    """Return the engine's name in rows, which includes the tolerance."""
     return f"{engine}, tolerance {tolerance:g}" if tolerance else str(engine)
 
 
@@ -174,7 +174,7 @@ def choose_engine(
 
 
 def accuracy_row(network: Network, images: Images, journal: Journal) -> AccuracyRow:
-    """The network's accuracy on labeled images, computed once."""
+    """Return the network's accuracy on labeled images, computed once."""
     key: AccuracyKey = {
         "row": "accuracy",
         "data": images.name,
@@ -208,7 +208,7 @@ def select_usable(
 
 
 def parameters(method: Method, train: Images | None) -> str:
-    """All that decides a method's scores beside network, image and seed, as text."""
+    """Return as text what decides a method's scores besides network, image and seed."""
     if train is not None and TRAINING_DATA in method.needs:
         return f"{method!r} on {train.fingerprint()}"
     return repr(method)

@@ -201,7 +201,9 @@ def _parse_rows(content: bytes, path: Path, whole: bool) -> list[Any]:
 
 
 def require_row(row: Any, whole: bool) -> None:
-    """Check that a value that was read is a row. Rows of kinds not in `ROW_TYPES` may hold anything.
+    """Raise an error unless a value is a row.
+
+    Rows of kinds not in `ROW_TYPES` may hold anything.
 
     Args:
         row: The value.

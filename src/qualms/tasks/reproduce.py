@@ -71,20 +71,20 @@ class Workspace:
 
 
 def table1(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """Out-of-distribution detection by all methods."""
+    """Measure out-of-distribution detection by all methods."""
     for dataset, setup in preset.setups.items():
         yield from _ood(at, dataset, setup, PAIRS[dataset], table_methods(dataset, preset))
 
 
 def table2(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """Calibration of all methods."""
+    """Measure the calibration of all methods."""
     for dataset, setup in preset.setups.items():
         methods = table_methods(dataset, preset)
         yield from _for_each_seed(at, dataset, setup, methods, _measure_calibration)
 
 
 def table3(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """Active learning."""
+    """Measure active learning."""
     for dataset, learning in preset.active.items():
         missing = _explain_missing(at, dataset)
         if missing is not None:
@@ -118,20 +118,20 @@ def table3(preset: Preset, at: Workspace) -> Iterator[Row]:
 
 
 def table4(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """What each part of REGrad* adds."""
+    """Measure what each part of REGrad* adds."""
     for dataset, setup in preset.setups.items():
         methods = _pick(components(dataset, preset.smooth), PARTS)
         yield from _ood(at, dataset, setup, (MAIN[dataset],), methods)
 
 
 def table5(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """How much λ and σ matter, on SVHN against CIFAR-10."""
+    """Measure how much λ and σ matter, on SVHN against CIFAR-10."""
     methods = {**lambda_sweep(), **sigma_sweep("svhn", (0.015, 0.02, 0.025), preset.smooth)}
     yield from _ood(at, "svhn", preset.setups["svhn"], ("cifar10",), methods)
 
 
 def vit(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """Out-of-distribution detection by a vision transformer."""
+    """Measure out-of-distribution detection by a vision transformer."""
     rows_of_paper = next(iter(VIT.values()))
     for dataset, setup in preset.vit.items():
         own = paper_methods(dataset, preset.smooth, preset.draws)
@@ -143,7 +143,7 @@ def vit(preset: Preset, at: Workspace) -> Iterator[Row]:
 
 
 def runtime(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """What each method costs, on a ResNet-18 whose weights do not matter."""
+    """Measure what each method costs, on a ResNet-18 whose weights do not matter."""
     dataset, name = "cifar10", "resnet18"
     missing = _explain_missing(at, dataset)
     if missing is not None:
@@ -175,17 +175,17 @@ TABLES: dict[str, Callable[[Preset, Workspace], Iterator[Row]]] = {
 
 
 def table_methods(dataset: str, preset: Preset) -> dict[str, Method]:
-    """The paper's methods, and those that stand beside them in tables 1 and 2."""
+    """Return the paper's methods, and those listed with them in tables 1 and 2."""
     return {**paper_methods(dataset, preset.smooth, preset.draws), **methods_beside(dataset)}
 
 
 def _pick(methods: Methods, names: Collection[str]) -> dict[str, Method]:
-    """Those of some methods that have one of the names, in the order of the methods."""
+    """Return the methods that have one of the names, in the order of the methods."""
     return {name: method for name, method in methods.items() if name in names}
 
 
 def active_methods(dataset: str, learning: Learning, preset: Preset) -> dict[str, Method | None]:
-    """The methods that pick images in active learning.
+    """Return the methods that pick images in active learning.
 
     NEGrad is not among them: it gives every image the score zero, so it would pick images in the
     order of the file.
@@ -230,7 +230,7 @@ def _measure_calibration(e: _Evaluation) -> Iterator[Row]:
 def _ood(
     at: Workspace, dataset: str, setup: Setup, outside: tuple[str, ...], methods: Methods
 ) -> Iterator[Row]:
-    """Out-of-distribution detection by the networks of one dataset.
+    """Measure out-of-distribution detection by the networks of one dataset.
 
     Args:
         at: where to read and write.
@@ -302,12 +302,12 @@ def _for_each_seed(
 
 @lru_cache(maxsize=8)
 def _load(dataset: str, root: Path, split: str = "test") -> Images:
-    """A dataset by its name in the catalog, or else the images of a folder or file."""
+    """Load a dataset by its name in the catalog, or else the images of a folder or file."""
     return load(f"data:{dataset}" if dataset in DATASETS else dataset, root, split)
 
 
 def _explain_missing(at: Workspace, dataset: str) -> LeftOutRow | None:
-    """A row that says why a dataset cannot be read; None if it can."""
+    """Return a row that says why a dataset cannot be read; None if it can."""
     try:
         _load(dataset, at.root)
     except QualmsError as error:
@@ -316,7 +316,7 @@ def _explain_missing(at: Workspace, dataset: str) -> LeftOutRow | None:
 
 
 def _load_for_network(at: Workspace, dataset: str, setup: Setup, split: str) -> Images:
-    """A dataset in the size and channels that a network takes.
+    """Load a dataset in the size and channels that a network takes.
 
     Args:
         at: where to read.
@@ -329,12 +329,12 @@ def _load_for_network(at: Workspace, dataset: str, setup: Setup, split: str) -> 
 
 
 def _build_network(name: str, classes: int | None, device: str) -> torch.nn.Module:
-    """A network of the zoo with fresh weights, which follow torch's global seed."""
+    """Build a network of the zoo with fresh weights, which follow torch's global seed."""
     return load_model(name, classes=classes).to(device)
 
 
 def _prepare_network(at: Workspace, dataset: str, setup: Setup, seed: int) -> Network:
-    """Read a network's published weights, or else train it; a training that was stopped resumes.
+    """Read a network's published weights, or else train it; an interrupted training resumes.
 
     Args:
         at: where to read and write.

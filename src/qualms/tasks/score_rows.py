@@ -16,7 +16,7 @@ Methods = Mapping[str, Method]  # by their names in rows; noise is for pixels in
 
 
 class ScoreRows(ABC, Generic[BatchT]):
-    """The scores of a stream as rows of a journal, so that a run which was killed can resume.
+    """The scores of a stream as rows of a journal, so that a killed run can resume.
 
     A sink (see `qualms.stream.sink`) that adds a row for each batch. Only the methods by which the
     journal has no scores of a batch are `missing`, and need to be computed.
@@ -37,20 +37,20 @@ class ScoreRows(ABC, Generic[BatchT]):
 
     @abstractmethod
     def key(self, batch: BatchT) -> Mapping[str, Any]:
-        """All that identifies the rows of a batch, whatever the method."""
+        """Return what identifies the rows of a batch, whatever the method."""
 
     @abstractmethod
     def measures(self, batch: BatchT, scored: Scored) -> dict[str, Any]:
-        """What the row of a batch holds beside its key: `scores` by method, and maybe more."""
+        """Return what a batch's row holds besides its key: `scores` by method, and maybe more."""
 
     def rows(self, batch: BatchT) -> list[Any]:
-        """All rows of a batch, in the order in which they were added."""
+        """Return all rows of a batch, in the order in which they were added."""
         if batch.first not in self._rows:
             self._rows[batch.first] = self.journal.where(**self.key(batch))
         return self._rows[batch.first]
 
     def scores(self, batch: BatchT) -> dict[str, Any]:
-        """The scores that a batch has so far, by method."""
+        """Return the scores that a batch has so far, by method."""
         found: dict[str, Any] = {}
         for row in self.rows(batch):
             for name, scores in row["scores"].items():
@@ -59,7 +59,7 @@ class ScoreRows(ABC, Generic[BatchT]):
         return found
 
     def missing(self, batch: BatchT) -> tuple[str, ...]:
-        """The methods by which a batch has no scores yet."""
+        """Return the methods for which a batch has no scores yet."""
         known = self.scores(batch)
         return tuple(name for name in self.exactly if name not in known)
 
@@ -88,7 +88,8 @@ def keep_usable(
 
     Args:
         methods: by name.
-        try_method: computes a few scores by a method, given its name; a `QualmsError` means that the method cannot be used.
+        try_method: computes a few scores by a method, given its name; a `QualmsError` means that
+            the method cannot be used.
 
     Returns:
         The methods that work, and a row with the reason for each other one.

@@ -97,7 +97,7 @@ def _text_rows(
     exactly: dict[str, str],
     journal: Journal,
 ) -> Iterator[TextRow]:
-    """How well each method tells two texts apart, by spans of each length.
+    """Measure how well each method tells two texts apart, by spans of each length.
 
     Args:
         inside: the text that the model knows.
@@ -146,7 +146,7 @@ def _next_token_rows(
     exactly: dict[str, str],
     journal: Journal,
 ) -> Iterator[NextTokenRow | LeftOutRow]:
-    """How well each method detects wrong next tokens.
+    """Measure how well each method detects wrong next tokens.
 
     Args:
         inside: the text that the model knows.
@@ -159,8 +159,8 @@ def _next_token_rows(
         A row for each method, or one that says why there is nothing to detect.
     """
     if known.right.all() or not known.right.any():
-        outcome = "right" if known.right.all() else "wrong"
-        why = f"all of {inside.name} are predicted {outcome}."
+        outcome = "correctly" if known.right.all() else "wrongly"
+        why = f"all next tokens of {inside.name} are predicted {outcome}."
         yield {"row": "left out", "method": "next tokens", "why": why}
         return
     for name, scores in add_baselines(known).items():
@@ -182,23 +182,23 @@ def _next_token_row(key: NextTokenKey, scores: Floats, known: ScoredWindows) -> 
 
 
 def span_lengths(length: int) -> list[int]:
-    """The numbers of tokens whose scores are averaged in windows of a length."""
+    """Return the lengths of the spans whose scores are averaged in windows of a length."""
     return [*(span for span in SPANS if span < length), length]
 
 
 def add_baselines(scored: ScoredWindows) -> dict[str, Floats]:
-    """The scores of the methods, and those of the two baselines, each [windows, length]."""
+    """Return the scores of the methods and of the two baselines, each [windows, length]."""
     surprise = -scored.log_probs
     return {**scored.scores, SURPRISE: surprise, PERPLEXITY: running_mean(surprise)}
 
 
 def running_mean(scores: Floats) -> Floats:
-    """The mean over a window up to each token, [windows, length]."""
+    """Return the mean over a window up to each token, [windows, length]."""
     return scores.cumsum(1) / np.arange(1, scores.shape[1] + 1)
 
 
 def span_means(scores: Floats, span: int) -> Floats:
-    """The means over consecutive spans of each window; the rest at its end is dropped.
+    """Return the means over consecutive spans of each window; drop the rest at its end.
 
     Args:
         scores: [windows, length].
@@ -212,7 +212,7 @@ def span_means(scores: Floats, span: int) -> Floats:
 
 
 def detection_measures(inside: Floats, outside: Floats, span: int) -> OodMeasures:
-    """How well scores tell two texts apart by spans; intervals are over windows.
+    """Measure how well scores tell two texts apart by spans; intervals are over windows.
 
     Args:
         inside: scores of the text that the model knows, [windows, length].
@@ -232,7 +232,7 @@ def detection_measures(inside: Floats, outside: Floats, span: int) -> OodMeasure
 
 
 def error_measures(scores: Floats, scored: ScoredWindows) -> NextTokenMeasures:
-    """How well scores detect the positions where the most likely next token is wrong.
+    """Measure how well scores detect positions where the most likely next token is wrong.
 
     Args:
         scores: [windows, length]; that of the last token of a window is not used.
@@ -262,7 +262,7 @@ def error_measures(scores: Floats, scored: ScoredWindows) -> NextTokenMeasures:
 def _interval_over_windows(
     measure: Callable[..., float], scores: Floats, outcome: np.ndarray
 ) -> tuple[float, float]:
-    """The 95 % interval of a measure of all tokens, over resampled windows.
+    """Return the 95 % interval of a measure of all tokens, over resampled windows.
 
     Args:
         measure: of two flat arrays.

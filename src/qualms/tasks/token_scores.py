@@ -1,4 +1,4 @@
-"""Scores of the tokens of a text, kept in a journal: no window is scored twice by the same method."""
+"""Scores of a text's tokens, kept in a journal: no window is scored twice by one method."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,7 +101,8 @@ class _TokenRows(ScoreRows[WindowBatch]):
         for name, values in scored.scores.items():
             if not torch.isfinite(values[:, start:]).all():
                 raise QualmsError(
-                    f"{name} gives a token of {windows.name} no finite score; leave the method out."
+                    f"{name} has no finite score for a token of {windows.name}; leave the method "
+                    "out."
                 )
         right = scored.prediction.cpu() == next_tokens(windows.ids)
         return {
@@ -111,7 +112,7 @@ class _TokenRows(ScoreRows[WindowBatch]):
         }
 
     def collect(self, windows: Windows) -> ScoredWindows:
-        """All scores, once all windows have passed."""
+        """Return all scores, once all windows have passed."""
         scores: dict[str, list[list[float]]] = {name: [] for name in self.exactly}
         log_probs: list[list[float]] = []
         right: list[list[bool]] = []
@@ -149,14 +150,14 @@ def usable_for_tokens(
 
 
 def about(language: LanguageModel) -> dict[str, Any]:
-    """What identifies a language model in a run's first row."""
+    """Return what identifies a language model in a run's first row."""
     return {"qualms": __version__, "network": language.name, "weights": fingerprint(language.model)}
 
 
 def _make_scorer(
     model: nn.Module, methods: Methods, seed: int, engine: Sketch, params: str
 ) -> Scorer:
-    """A scorer of tokens.
+    """Return a scorer of tokens.
 
     Args:
         model: as for `score_windows`.
@@ -171,7 +172,7 @@ def _make_scorer(
 
 
 def _round(values: Tensor) -> list[list[float]]:
-    """The values as numbers with `DIGITS` significant digits."""
+    """Round values to `DIGITS` significant digits."""
     rows: list[list[float]] = []
     for row in values.double().tolist():
         rows.append([float(f"{value:.{DIGITS}g}") for value in row])

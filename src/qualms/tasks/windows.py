@@ -41,17 +41,17 @@ class Windows:
         return self.ids.shape[1] - self.opening
 
     def take(self, part: slice) -> "Windows":
-        """Some of the windows."""
+        """Return some of the windows."""
         return replace(self, ids=self.ids[part])
 
     def subset(self, count: int | None) -> "Windows":
-        """As many windows, spread evenly over the text; None for all."""
+        """Return a number of windows, spread evenly over the text; all for None."""
         if count is None or count >= len(self):
             return self
         return replace(self, ids=self.ids[torch.linspace(0, len(self) - 1, count).round().long()])
 
     def fingerprint(self) -> str:
-        """A short digest of the tokens, and of where they begin."""
+        """Return a short digest of the tokens, and of where they begin."""
         digest = hashlib.sha256(self.ids.contiguous().numpy().tobytes())
         digest.update(str(self.opening).encode())
         return digest.hexdigest()[:16]
@@ -81,7 +81,7 @@ class WindowBatch:
 
 
 def window_batches(windows: Windows) -> Iterator[WindowBatch]:
-    """The windows of a text, as the batches of a stream."""
+    """Yield the windows of a text, as the batches of a stream."""
     for first in range(0, len(windows), SAVED_WINDOWS):
         yield WindowBatch(windows.take(slice(first, first + SAVED_WINDOWS)), first)
 
@@ -89,7 +89,7 @@ def window_batches(windows: Windows) -> Iterator[WindowBatch]:
 def cut_windows(
     name: str, documents: Iterable[Document], language: LanguageModel, length: int
 ) -> Windows:
-    """Cut documents into windows; tokens that are left over at the end of a document are dropped.
+    """Cut documents into windows; drop the tokens left over at the end of each document.
 
     Args:
         name: of the text.
@@ -116,7 +116,7 @@ def cut_windows(
         )
     if language.context is not None and len(rows[0]) > language.context:
         raise QualmsError(
-            f"{language.name} reads {language.context} tokens at most, but a window has "
-            f"{len(rows[0])}, with those that open it; make the windows shorter."
+            f"{language.name} reads at most {language.context} tokens, but a window has "
+            f"{len(rows[0])}, with those added at its start; make the windows shorter."
         )
     return Windows(name, torch.tensor(rows), opening)

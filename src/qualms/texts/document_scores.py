@@ -1,4 +1,4 @@
-"""Documents through a language model: scores of every token, and what is likely to come next."""
+"""Scores of every token of documents by a language model, and the likely next tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ def score_documents(
     batch_size: int = TOKEN_WINDOWS,
     progress: ProgressFn | None = None,
 ) -> Iterator[ScoredDocument]:
-    """Each document with the scores of its tokens, in the order given and as soon as it is done.
+    """Yield each document with the scores of its tokens, in order, as soon as it is done.
 
     A document that exceeds the context is read in windows: each moves on by half of what it holds,
     so that a token is judged after reading at least half a window, and each token is scored once.
@@ -77,7 +77,7 @@ def score_documents(
 
 
 def scored_documents(*args: Any, **kwargs: Any) -> Iterator[ScoredDocument]:
-    """`score_documents` by its former name."""
+    """Call `score_documents` by its former name."""
     warn_renamed("scored_documents", "score_documents")
     return score_documents(*args, **kwargs)
 
@@ -152,7 +152,13 @@ class _PartialDocument:
         """Whether all tokens have scores."""
         return len(self.next_log_probs) == len(self.text.ids)
 
-    def add(self, scored: Any, row: int, window: Window, piece: Callable[[int], str]) -> None:
+    def add(
+        self,
+        scored: Any,
+        row: int,
+        window: Window,
+        piece: Callable[[int], str],
+    ) -> None:
         """Add the scores of one window.
 
         Args:
@@ -176,7 +182,7 @@ class _PartialDocument:
             self.sequence = float(scored.sequence[row])
 
     def finish(self) -> ScoredDocument:
-        """The document with the scores of all its tokens."""
+        """Return the document with the scores of all its tokens."""
         return ScoredDocument(
             self.text.document,
             self.text.ids,

@@ -36,7 +36,7 @@ class Window:
     """The tokens that a model reads at once.
 
     Args:
-        lead: how many tokens that the tokenizer adds stand in front.
+        lead: how many tokens that the tokenizer adds come first.
         start: the first token of the document after them.
         scored: the first token that is scored; those before it are context.
         end: the token after the last one.
@@ -48,7 +48,7 @@ class Window:
     end: int
 
     def of(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """The tokens in this window, of all tokens of the document."""
+        """Return the tokens in this window, given all tokens of the document."""
         return tokens[: self.lead] + tokens[self.start : self.end]
 
     @property
@@ -59,7 +59,7 @@ class Window:
 
 
 def encode(language_model: LanguageModel, document: Document) -> Encoded:
-    """The document as the model reads it.
+    """Encode a document as the model reads it.
 
     Raises:
         QualmsError: if the tokenizer finds nothing in it, or belongs to another model.
@@ -86,7 +86,7 @@ def encode(language_model: LanguageModel, document: Document) -> Encoded:
 
 
 def reading_width(language_model: LanguageModel, context: int | None = None) -> int:
-    """How many tokens are read at once.
+    """Return how many tokens are read at once.
 
     Args:
         language_model: may limit its context.
@@ -96,13 +96,13 @@ def reading_width(language_model: LanguageModel, context: int | None = None) -> 
     if context is None:
         return min(most or MOST, MOST)
     if context < LEAST or context > (most or context):
-        limit = " on" if most is None else f" to {most}, which {language_model.name} can read"
+        limit = " up" if most is None else f" to {most}, which {language_model.name} can read"
         raise QualmsError(f"the context is {context} tokens; choose from {LEAST}{limit}.")
     return context
 
 
 def windows(tokens: int, lead: int, context: int) -> Iterator[Window]:
-    """Windows in which each token is scored once.
+    """Yield windows in which each token is scored once.
 
     All tokens of the first window are scored. Each further window moves on by half of what it
     holds, and its first half is context, so that a token is judged after reading at least half a
@@ -122,7 +122,7 @@ def windows(tokens: int, lead: int, context: int) -> Iterator[Window]:
 
 
 def decoder(tokenizer: Any) -> Callable[[int], str]:
-    """A function from a token to the text that it adds, with the space in front of it."""
+    """Return a function from a token to the text that it adds, with the space before it."""
     anchor = tokenizer("a", add_special_tokens=False)["input_ids"]
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     before = len(decode(anchor))

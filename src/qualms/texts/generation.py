@@ -1,4 +1,4 @@
-"""Texts that a language model continues."""
+"""Continue texts with a language model."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,7 +20,7 @@ def generate(
     seed: int = 0,
     progress: ProgressFn | None = None,
 ) -> Iterator[Document]:
-    """Each document with what the model writes after it, under the same name.
+    """Yield each document with what the model writes after it, under the same name.
 
     Args:
         language_model: what writes.
@@ -33,9 +33,7 @@ def generate(
     """
     width = reading_width(language_model)
     if not 0 < new_tokens <= width - 2:
-        raise QualmsError(
-            f"{new_tokens} new tokens cannot be written; choose from 1 to {width - 2}."
-        )
+        raise QualmsError(f"cannot write {new_tokens} new tokens; choose from 1 to {width - 2}.")
     for number, document in enumerate(documents, start=1):
         more = _continue(language_model, document, new_tokens, sample, seed)
         yield Document(document.name, document.text + more)
@@ -44,9 +42,13 @@ def generate(
 
 
 def _continue(
-    language_model: LanguageModel, document: Document, new_tokens: int, sample: bool, seed: int
+    language_model: LanguageModel,
+    document: Document,
+    new_tokens: int,
+    sample: bool,
+    seed: int,
 ) -> str:
-    """What the model writes after a document.
+    """Return what the model writes after a document.
 
     Args:
         language_model: what writes.
@@ -63,7 +65,9 @@ def _continue(
 
     def decode(tokens: list[int]) -> str:
         found: str = tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            tokens,
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
         )
         return found
 
@@ -72,7 +76,7 @@ def _continue(
 
 
 def _own_tokens(text: Encoded) -> list[int]:
-    """The tokens of a text, without those that the tokenizer adds, such as the end of the text."""
+    """Return the tokens of a text, without those that the tokenizer adds, such as its end."""
     own = []
     for token, place in zip(text.ids, text.offsets, strict=True):
         if place != NO_TEXT:
@@ -81,9 +85,13 @@ def _own_tokens(text: Encoded) -> list[int]:
 
 
 def _write(
-    language_model: LanguageModel, read: list[int], new_tokens: int, sample: bool, seed: int
+    language_model: LanguageModel,
+    read: list[int],
+    new_tokens: int,
+    sample: bool,
+    seed: int,
 ) -> list[int]:
-    """All tokens, once the model has continued some.
+    """Return all tokens, once the model has continued some.
 
     Args:
         language_model: what writes.

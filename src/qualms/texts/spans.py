@@ -26,7 +26,7 @@ class Span:
 
 
 def worst_span(scores: Sequence[float] | np.ndarray, length: int = LENGTH) -> Span | None:
-    """The `length` neighboring tokens whose scores have the highest mean; the first of several.
+    """Return the `length` neighboring tokens with the highest mean score; the first of equals.
 
     Every token of a span has a score. Where no `length` neighbors have one, as in a short text, a
     span is as long as the longest run of tokens that do.
@@ -47,8 +47,12 @@ def worst_span(scores: Sequence[float] | np.ndarray, length: int = LENGTH) -> Sp
     return Span(start, start + length, float(means[start]))
 
 
-def worst_span_of(document: ScoredDocument, method: str, length: int = LENGTH) -> Span | None:
-    """The worst span of a text, without the tokens that the tokenizer adds.
+def worst_span_of(
+    document: ScoredDocument,
+    method: str,
+    length: int = LENGTH,
+) -> Span | None:
+    """Return the worst span of a text, ignoring the tokens that the tokenizer adds.
 
     Args:
         document: with scores.

@@ -32,7 +32,7 @@ class TokenTable:
     written_from: Mapping[str, int] | None = None
 
     def columns(self) -> dict[str, list[Any]]:
-        """The table by column: `document`, `position`, `token`, `start`, `end`, `generated`,
+        """Return the table by column: `document`, `position`, `token`, `start`, `end`, `generated`,
         `score_METHOD` for each method, `log_prob_next`, `likeliest_next` and `likeliest_prob`.
         """
         table: dict[str, list[Any]] = {}
@@ -42,7 +42,7 @@ class TokenTable:
         return table
 
     def to_arrow(self) -> Any:
-        """`columns()` as a pyarrow.Table."""
+        """Return `columns()` as a pyarrow.Table."""
         import pyarrow
 
         arrays = {}
@@ -73,5 +73,5 @@ class TokenTable:
 
 
 def _without_nan(value: float) -> float | None:
-    """The number, or None for NaN, which JSON does not have."""
+    """Return the number, or None for NaN, which JSON does not have."""
     return None if math.isnan(value) else value

@@ -12,7 +12,7 @@ DEGREES = 15.0
 
 
 def augment(x: Float[Tensor, "n c h w"], draws: torch.Generator) -> Float[Tensor, "n c h w"]:
-    """Mirror each image half of the time, rotate it by up to 15 degrees and move it by up to 4 pixels.
+    """Mirror half of the images, rotate each by up to 15 degrees, and shift it by up to 4 pixels.
 
     All three in one resampling, x'(u) = x(A u): what comes in from outside is the padding value 0,
     the mean color of normalized images.
@@ -24,10 +24,12 @@ def augment(x: Float[Tensor, "n c h w"], draws: torch.Generator) -> Float[Tensor
     n, _, h, w = x.shape
     angle = (2 * torch.rand(n, generator=draws) - 1) * math.radians(DEGREES)
     mirror = 1 - 2 * torch.randint(0, 2, (n,), generator=draws).float()
-    moved = torch.randint(-PADDING, PADDING + 1, (n, 2), generator=draws) * 2 / torch.tensor([w, h])
+    pixels = torch.randint(-PADDING, PADDING + 1, (n, 2), generator=draws)
+    moved = pixels * 2 / torch.tensor([w, h])
     cos, sin = angle.cos(), angle.sin()
     rows = torch.stack(
-        [mirror * cos, -sin, moved[:, 0], mirror * sin, cos, moved[:, 1]], dim=1
+        [mirror * cos, -sin, moved[:, 0], mirror * sin, cos, moved[:, 1]],
+        dim=1,
     ).reshape(n, 2, 3)
     grid = F.affine_grid(rows.to(x), list(x.shape), align_corners=False)
     return F.grid_sample(x, grid, align_corners=False)

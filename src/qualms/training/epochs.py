@@ -1,4 +1,4 @@
-"""One epoch after another: training, measuring, remembering the best weights."""
+"""The epochs of a training run: train, measure, remember the best weights."""
 
 from typing import Any
 
@@ -39,7 +39,12 @@ class TrainingRun:
         self.best_epoch, self.best_accuracy = 0, -1.0
         self.best_state: dict[str, Tensor] = {}
 
-    def train_epoch(self, images: Images, normalization: Normalization, seed: int) -> float:
+    def train_epoch(
+        self,
+        images: Images,
+        normalization: Normalization,
+        seed: int,
+    ) -> float:
         """Train for one epoch.
 
         Args:
@@ -53,7 +58,8 @@ class TrainingRun:
         assert images.labels is not None
         self.model.train()
         device = next(self.model.parameters()).device
-        order = torch.randperm(len(images), generator=generator(seed, ORDER, self.epoch))
+        shuffle = generator(seed, ORDER, self.epoch)
+        order = torch.randperm(len(images), generator=shuffle)
         draws = generator(seed, DRAWS, self.epoch)
         total = 0.0
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
@@ -62,7 +68,8 @@ class TrainingRun:
             for index in order.split(self.recipe.batch):
                 if len(index) == 1 < len(images):
                     continue  # batch normalization has no variance to divide by
-                x, y = normalization.apply(images.pixels[index]), images.labels[index]
+                x = normalization.apply(images.pixels[index])
+                y = images.labels[index]
                 if self.recipe.augment:
                     x = augment(x, draws)
                 total += self._step(x.to(device), y.to(device)) * len(index)
@@ -71,7 +78,7 @@ class TrainingRun:
         return total / len(images)
 
     def _step(self, x: Tensor, y: Tensor) -> float:
-        """One step of the optimizer; returns the mean loss of the batch before it."""
+        """Take one optimizer step; return the mean loss of the batch before it."""
         loss = F.cross_entropy(_logits(self.model, x), y)
         self.optimizer.zero_grad()
         loss.backward()
@@ -79,12 +86,12 @@ class TrainingRun:
         return float(loss.detach())
 
     def remember_if_best(self, accuracy: float) -> None:
-        """Keep the present weights if they are better than all before.
+        """Keep the current weights if they are better than all before.
 
         The first of equally good epochs stays.
 
         Args:
-            accuracy: of the present weights on the validation images.
+            accuracy: of the current weights on the validation images.
         """
         if accuracy > self.best_accuracy:
             self.best_epoch, self.best_accuracy = self.epoch, accuracy
@@ -93,7 +100,7 @@ class TrainingRun:
 
 
 def _make_optimizer(model: nn.Module, recipe: Recipe) -> tuple[torch.optim.Optimizer, Any]:
-    """Adam with a cosine schedule, or gradient descent with momentum and drops of the rate."""
+    """Return Adam with a cosine schedule, or SGD with momentum and drops of the rate."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     schedulers = torch.optim.lr_scheduler
     optimizer: torch.optim.Optimizer
@@ -101,14 +108,21 @@ def _make_optimizer(model: nn.Module, recipe: Recipe) -> tuple[torch.optim.Optim
         optimizer = torch.optim.Adam(parameters, recipe.rate, weight_decay=recipe.decay)
         return optimizer, schedulers.CosineAnnealingLR(optimizer, recipe.epochs)
     optimizer = torch.optim.SGD(
-        parameters, recipe.rate, momentum=recipe.momentum, weight_decay=recipe.decay
+        parameters,
+        recipe.rate,
+        momentum=recipe.momentum,
+        weight_decay=recipe.decay,
     )
     return optimizer, schedulers.MultiStepLR(optimizer, list(recipe.drops))
 
 
 @torch.no_grad()
-def measure_accuracy(model: nn.Module, images: Images, normalization: Normalization) -> float:
-    """The share of images that a model classifies correctly, in evaluation mode.
+def measure_accuracy(
+    model: nn.Module,
+    images: Images,
+    normalization: Normalization,
+) -> float:
+    """Return the share of images that a model classifies correctly, in evaluation mode.
 
     Args:
         model: left in evaluation mode.

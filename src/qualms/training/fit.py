@@ -65,20 +65,20 @@ def fit(
     about: dict[str, Any] | None = None,
     progress: ProgressFn | None = None,
 ) -> TrainingResult:
-    """Train the model in place; it ends in evaluation mode, with the weights that did best on
-    validation images.
+    """Train the model in place, and keep the weights that do best on validation images.
+
+    The model ends in evaluation mode.
 
     Args:
-        model: where its parameters are is where the work is done. Its present weights are the
-            start.
+        model: trained on the device of its parameters, from its current weights on.
         images: training images with labels.
         recipe: how.
-        normalization: what the model receives is normalized by it.
+        normalization: of the model's inputs.
         validation: images to choose the best epoch by; by default the recipe's share of `images`.
         seed: decides the order of the images, their augmentation, and which ones are kept for
             validation.
         checkpoint: a file that is written after each epoch and holds the best weights as
-            `state_dict`. If it is there, training goes on from it; if it is complete, nothing is
+            `state_dict`. If it exists, training resumes from it; if it is complete, nothing is
             computed.
         about: what else to write into it, such as the network's name.
         progress: called with ("epochs", done, epochs) after each.
@@ -126,7 +126,7 @@ def fit(
 
 
 def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:
-    """Images to train on, and images that are kept for validation.
+    """Split images into those to train on and those kept for validation.
 
     Args:
         images: all of them.
@@ -151,7 +151,7 @@ def _settings(
     normalization: Normalization,
     seed: int,
 ) -> dict[str, Any]:
-    """What decides the outcome, in types that a weights-only file holds.
+    """Return what decides the outcome, in types that a weights-only file can hold.
 
     Args:
         model: with the weights to start from.

@@ -50,12 +50,12 @@ class Recipe:
             )
         if not 0 < self.validation < 1:
             raise QualmsError(
-                f"a recipe keeps {self.validation} of the images for validation; it is a share "
+                f"a recipe keeps {self.validation} of the images for validation; pass a share "
                 "above 0 and below 1."
             )
 
     def shortened(self, epochs: int) -> "Recipe":
-        """The same recipe in fewer epochs, the drops of the rate moved along.
+        """Return the same recipe with fewer epochs, and the drops of the rate moved accordingly.
 
         Args:
             epochs: how many.

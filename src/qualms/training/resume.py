@@ -20,9 +20,12 @@ from qualms.training.epochs import TrainingRun
 
 
 def write_run(
-    run: TrainingRun, path: Path, settings: dict[str, Any], about: dict[str, Any]
+    run: TrainingRun,
+    path: Path,
+    settings: dict[str, Any],
+    about: dict[str, Any],
 ) -> None:
-    """Write the whole state, in one move: a file that is there is complete.
+    """Write the whole state atomically: a file that exists is complete.
 
     Args:
         run: the state.
@@ -53,8 +56,12 @@ def write_run(
             torch.save(content, file)
 
 
-def resume_run(run: TrainingRun, path: Path, settings: dict[str, Any]) -> None:
-    """Take up the state of an earlier run with the same settings, if there is one.
+def resume_run(
+    run: TrainingRun,
+    path: Path,
+    settings: dict[str, Any],
+) -> None:
+    """Restore the state of an earlier run with the same settings, if there is one.
 
     Args:
         run: at its first epoch; takes the state.
@@ -67,7 +74,7 @@ def resume_run(run: TrainingRun, path: Path, settings: dict[str, Any]) -> None:
     for key in {**known, **settings}:
         if known.get(key) != settings.get(key):
             raise QualmsError(
-                f"{path} comes from a training with another {key} ({known.get(key)}, not "
+                f"{path} comes from a training run with another {key} ({known.get(key)}, not "
                 f"{settings.get(key)}); choose another file, or delete it."
             )
 
@@ -79,7 +86,7 @@ def resume_run(run: TrainingRun, path: Path, settings: dict[str, Any]) -> None:
 
 
 def trained_with(path: str | Path) -> Normalization | None:
-    """The normalization that a checkpoint of `fit` was trained with.
+    """Return the normalization that a checkpoint of `fit` was trained with.
 
     Args:
         path: of the checkpoint.
@@ -115,10 +122,10 @@ def trained_with(path: str | Path) -> Normalization | None:
 
 
 def _read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a file holds by name, and the settings in it."""
+    """Return what a file holds, by name, and the settings in it."""
 
     def explain(_: Exception) -> QualmsError:
-        return QualmsError(f"{path} is not a checkpoint of this training; choose another file.")
+        return QualmsError(f"{path} is not a checkpoint of this training run; choose another file.")
 
     with explain_failure(explain):
         # A tensor would take a name too, with a warning of torch's.
@@ -136,10 +143,11 @@ def _restore(run: TrainingRun, content: dict[str, Any]) -> None:
     best, rest = {**content["best"]}, {**content.get("resume", {})}
     run.epoch = run.recipe.epochs if is_complete else rest["epoch"]
     run.history = [{**row} for row in content["history"]]
-    run.best_epoch, run.best_accuracy = best["epoch"], best["accuracy"]
+    run.best_epoch = best["epoch"]
+    run.best_accuracy = best["accuracy"]
     for epoch in (run.epoch, run.best_epoch):
         if type(epoch) is not int or not 0 <= epoch <= run.recipe.epochs:
-            raise ValueError(f"it is after the epochs {(run.epoch, run.best_epoch)}")
+            raise ValueError(f"its epochs {(run.epoch, run.best_epoch)} are out of range")
     state = {**content["state_dict"]}
     is_share = -1 <= run.best_accuracy <= 1
     if not is_share or not _is_state_of(run.model, state or run.model.state_dict()):
@@ -159,7 +167,7 @@ def _restore(run: TrainingRun, content: dict[str, Any]) -> None:
 
 
 def _is_state_of(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """Whether these are tensors of the same names, shapes and types as the model's."""
+    """Return whether these tensors have the names, shapes and types of the model's."""
     own = model.state_dict()
     if state.keys() != own.keys():
         return False
@@ -173,23 +181,26 @@ def _is_state_of(model: nn.Module, state: Mapping[str, Any]) -> bool:
 
 
 def _require_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Raise unless an optimizer's state has the settings and shapes of this one."""
-    _require_same_types(optimizer.state_dict()["param_groups"], state["param_groups"])
-    shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
+    """Raise an error unless a state has the settings and shapes of this optimizer."""
+    own = optimizer.state_dict()
+    _require_same_types(own["param_groups"], state["param_groups"])
+    shapes = []
+    for group in optimizer.param_groups:
+        shapes += [parameter.shape for parameter in group["params"]]
     for number, values in state["state"].items():
         for value in values.values():
             # Numbers of steps have no axes.
-            if isinstance(value, Tensor) and value.ndim and value.shape != shapes[number]:
+            if not isinstance(value, Tensor) or value.ndim == 0:
+                continue
+            if value.shape != shapes[number]:
                 raise ValueError("its optimizer is another network's")
 
 
 def _require_same_types(ours: Any, theirs: Any) -> None:
-    """Raise if values that both have are of different types, or if keys differ."""
+    """Raise an error if two states differ in their keys or in the types of their values."""
     are_numbers = isinstance(ours, (int, float)) and type(theirs) in (int, float)
     if type(ours) is not type(theirs) and not are_numbers:
-        raise ValueError(
-            f"it has a {type(theirs).__name__} in the place of a {type(ours).__name__}"
-        )
+        raise ValueError(f"it has a {type(theirs).__name__} where a {type(ours).__name__} belongs")
     if isinstance(ours, dict):
         if ours.keys() != theirs.keys():
             raise ValueError("it has other settings")

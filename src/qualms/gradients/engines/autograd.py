@@ -75,7 +75,7 @@ def all_selected(
     request: GradientRequest,
     order: UseOrder,
 ) -> ClassNorms:
-    """The same norms with all parameters that count, in the model's order.
+    """The same norms for all selected parameters, in the model's order.
 
     A parameter that no sample here uses has norm zero.
 

@@ -25,7 +25,7 @@ class Engine(Protocol[PlanT]):
     """
 
     def plan(self, request: GradientRequest) -> PlanT | Fallback:
-        """Decide how to serve a request, or return a `Fallback` with the reason why this engine cannot.
+        """Decide how to handle a request, or return a `Fallback` with the reason why not.
 
         Args:
             request: what to compute.
@@ -123,7 +123,7 @@ def run_first(
     request: GradientRequest,
     cache: PlanCache,
 ) -> ClassNorms:
-    """Run the first of several engines that can serve a request.
+    """Run the first of several engines that can handle a request.
 
     Args:
         engines: in order of preference.
@@ -138,11 +138,11 @@ def run_first(
         reason = plan.reason
         if plan.is_slow:
             cache.warn_slow(plan)
-    raise QualmsError(f"no engine can serve this request: {reason}.")
+    raise QualmsError(f"no engine can handle this request: {reason}.")
 
 
 def combine_parameters(values: Iterable[Tensor], kind: str) -> Tensor:
-    """What several parameters have together: (Σ‖g‖²)^½ for l2, else the sum.
+    """Combine the norms of several parameters: (Σ‖g‖²)^½ for l2, else the sum.
 
     `hypot` keeps squares that are zero in 64 bits.
     """

@@ -1,11 +1,11 @@
-"""Which engine serves a request, decided in one place, by counted work and not by the clock.
+"""Which engine handles a request, decided in one place, by counted work and not by the clock.
 
 The exact engine pays one backward pass for each class. Multiplications are counted, in units of
 those of a forward pass: a backward pass through the activations takes as many again, and the norms
 of a layer's gradients take whichever of two ways has fewer. So the same model has the same choice
 on every machine. `engine="auto"` means:
 
-- Scores: up to `MAX_EXACT_PASSES` forward passes for each row that is run, all classes are measured.
+- Scores: up to `MAX_EXACT_PASSES` forward passes per row that is run, all classes are measured.
   Beyond, as few of them as a standard error of `TOLERANCE` allows (`class_sampling.py`), and of
   `+layers` scores the late layers alone (`layer_cut.py`).
 - Norms of every class and layer: beyond that, a sketch, if it takes fewer passes.
@@ -43,7 +43,7 @@ AUTOGRAD_PASSES = 2.0  # a backward pass by plain autograd, with the gradients o
 
 
 def engines_for(request: GradientRequest, cache: PlanCache) -> list[Engine[Any]]:
-    """The engines for a request, in order of preference: the first whose plan is no `Fallback` runs.
+    """The engines for a request, in order of preference: the first that can plan it runs.
 
     Args:
         request: what to compute.
@@ -86,7 +86,7 @@ def resolve_engine(
     if passes <= MAX_EXACT_PASSES:
         return exact
     log.info(
-        "exact gradients would take %.0f forward passes a row: scores are estimated from some of "
+        "exact gradients would take %.0f forward passes per row; estimating scores from some of "
         "the classes",
         passes,
     )
@@ -116,14 +116,16 @@ def resolve_layer_engine(
     sketch_passes = SKETCH_PASSES * Sketch().tangents * layers
     if passes <= max(MAX_EXACT_PASSES, sketch_passes):
         log.info(
-            "engine='auto' picked exact: %.0f forward passes a row, %.0f as a sketch",
+            "engine='auto' picked exact: %.0f forward passes per row, %.0f as a sketch",
             passes,
             sketch_passes,
         )
         return replace(settings, engine="exact")
     # The user should know of estimates in place of exact numbers.
     log.warning(
-        "engine='auto' picked sketch: %.0f forward passes a row, %.0f exact", sketch_passes, passes
+        "engine='auto' picked sketch: %.0f forward passes per row, %.0f exact",
+        sketch_passes,
+        passes,
     )
     return replace(settings, engine="sketch")
 

@@ -1,6 +1,6 @@
-"""Few classes of many: Σ_c w_c ‖g_c‖ⁿ from those that count most and a random few of the others.
+"""Few classes of many: Σ_c w_c ‖g_c‖ⁿ from the largest terms and a random sample of the others.
 
-Each class of each sample has a size s_c = |w_c| ℓ_cⁿ, with ℓ_c a guess at the length of its gradient
+Each class of each sample has a size s_c = |w_c| ℓ_cⁿ, with ℓ_c an estimate of its gradient's length
 up to a factor. Behind a linear classifier with rows w_c, all gradients but the classifier's own are
 ∇ log p_c = J_hᵀ(w_c - w̄), w̄ = Σ_k p_k w_k, and their lengths follow ‖w_c - w̄‖; the classifier's
 own follow ‖e_c - p‖. So ℓ_c² is ‖w_c - w̄‖², in units of its mean, and a part of ‖e_c - p‖²; for
@@ -50,7 +50,7 @@ def class_lengths(
     probs: Float[Tensor, "b c"],
     weight: Float[Tensor, "c d"] | None = None,
 ) -> Float[Tensor, "b c"]:
-    """ℓ_c, a guess at ‖g_c‖ up to a factor.
+    """ℓ_c, an estimate of ‖g_c‖ up to a factor.
 
     Args:
         probs: p.
@@ -143,7 +143,7 @@ class SampledClasses(Directions):
     seed: int
 
     def size(self, classes: int) -> int:
-        """How many directions there are."""
+        """The number of directions."""
         return self.number
 
     def _blocks(
@@ -172,7 +172,7 @@ class ChosenClasses(Directions):
     chosen: Int[Tensor, "b m"]
 
     def size(self, classes: int) -> int:
-        """How many directions there are."""
+        """The number of directions."""
         return self.chosen.shape[1]
 
     def of_samples(self, some: slice) -> "ChosenClasses":
@@ -200,7 +200,7 @@ class ContrastedClasses(SampledClasses):
     sample: int
 
     def size(self, classes: int) -> int:
-        """How many directions there are."""
+        """The number of directions."""
         return 2 + self.sample + self.number
 
     def sampled(self, classes: int) -> Int[Tensor, " n"]:
@@ -332,7 +332,7 @@ class Tally:
 
     @classmethod
     def empty(cls, methods: int, sizes: Float[Tensor, "b c"]) -> "Tally":
-        """Nothing measured yet, by so many methods."""
+        """An empty tally for a number of methods."""
         known, drawn, squares = sizes.new_zeros(3, methods, len(sizes))
         certain = torch.zeros_like(sizes, dtype=torch.bool)
         number = torch.zeros(len(sizes), dtype=torch.long, device=sizes.device)

@@ -9,7 +9,7 @@ added up, part by part: a gradient averaged over rows is a sum, its norm is not.
 as there is room for are added up at the same time; for each such block of directions the forward
 passes run again.
 
-Every chunk of samples is verified (`verify.py`). One that fails, because the model mixes the samples
+Every chunk of samples is verified (`verify.py`). If one fails, because the model mixes samples
 of a batch or hides operations from torch's function modes, runs by plain autograd, one sample at a
 time.
 """
@@ -156,7 +156,7 @@ class _Chunk:
             self.request.model, model_input, plan.weights, plan.trace_pair
         )
         if plan.is_reused and recorder.first_use != plan.use_order.names:
-            raise NotBatchable("these inputs use the model's parameters in another order")
+            raise NotBatchable("these inputs use the model's parameters in a different order")
         by_sample = logits.unflatten(0, (-1, self.work.rows_per_sample))
         elsewhere = check.logits_of(part)
         here = by_sample.detach()[:, : elsewhere.shape[1]]

@@ -3,7 +3,7 @@
 The weights a_l = exp(λ(l - L)) fade toward the input, but norms may grow there, so what the first
 layers add is measured, not assumed. One sample, by plain autograd along a few directions, shows how
 many of the first layers add less than a quarter of the tolerance; gradients of the others are all
-that is computed from then on. Of every 16 further samples the one that is most unlike those measured
+that is computed from then on. Of every 16 further samples, the one most unlike those measured
 so far, by the norms of its late layers, is measured in the same way, and so is every sample that is
 more unlike them than any before. If the early layers of one add more than the tolerance, fewer
 layers are left out from then on, and its batch runs again. That is evidence, not proof: a sample
@@ -162,7 +162,7 @@ class LayerCut:
         return replace(found, values=values, left_out=self.share, num_left_out=self.num_early)
 
     def confirm(self, request: GradientRequest, found: ClassNorms) -> bool:
-        """Whether samples may do without the early layers, as far as the most unusual one shows.
+        """Whether samples can skip the early layers, judged by the most unusual one.
 
         If not, fewer layers are left out from now on, and the request has to run again.
 
@@ -184,7 +184,7 @@ class LayerCut:
         return self._spot_check(request, farthest)
 
     def confirm_blindly(self, request: GradientRequest) -> bool:
-        """The same where no norms of layers are known, as of a sketch: by one sample in 16."""
+        """The same where no layer norms are known, as for a sketch: by one sample in 16."""
         self.unchecked += request.num_samples
         return self.unchecked < CHECK_EVERY or self._spot_check(request, request.num_samples - 1)
 

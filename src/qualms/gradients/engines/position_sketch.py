@@ -62,13 +62,14 @@ def plain_logits(
     logits = classes_last(output, class_dim)
     if len(logits) != 1:
         raise QualmsError(
-            f"the model returns logits of shape {tuple(logits.shape)} for one input; their first "
-            "axis must count the inputs."
+            f"the model returns logits of shape {tuple(logits.shape)} for one input; the first "
+            "axis must be the batch."
         )
     logits = logits[0]
     if not bool(torch.isfinite(logits).all()):
         raise QualmsError(
-            "the logits of an input are NaN or infinite; check the model's weights and the input."
+            "the logits of an input contain NaN or infinity; check the model's weights and the "
+            "input."
         )
     return logits
 
@@ -105,11 +106,11 @@ class ExpectedLogits:
         logits: Float[Tensor, "t c"],
         precision: torch.dtype,
     ) -> None:
-        """Raise an error if the logits of a pass are others."""
+        """Raise an error if the logits of a pass differ."""
         if not close_logits(logits[self.positions], self.values.to(logits), precision):
             raise QualmsError(
-                "the model gives other logits in forward mode than in a plain pass, so a sketch of "
-                "it cannot be trusted; name a few positions= and use engine='exact'."
+                "the model returns different logits in forward mode than in a plain pass, so its "
+                "sketch is unreliable; name a few positions= and use engine='exact'."
             )
 
 
@@ -203,8 +204,9 @@ class PositionSketchEngine:
         adds_layers = request.sketch.combine == "sum" and lam is not None
         if request.settings.norm == "l1" or adds_layers:
             raise QualmsError(
-                "at many positions a sketch takes L2 norms and adds layers in quadrature; leave "
-                "out norm='l1' and combine='sum', or name a few positions= and take engine='exact'."
+                "at many positions, a sketch supports only L2 norms and layers added in "
+                "quadrature; leave out norm='l1' and combine='sum', or name a few positions= and "
+                "use engine='exact'."
             )
         probe, function, tangents = self._find_function(request, expected, lam)
         plan = PositionPlan(expected, probe, function, tangents, 1)
@@ -317,7 +319,7 @@ def _tangents_at_once(
     largest = max(size, plan.probe.largest_result)
     positions, classes = plan.expected.shape
     one_tangent = RESULT_COPIES * largest + held_bytes
-    needs = f"the results of an input of {positions} positions and {classes} classes, and "
+    needs = f"the results of one input with {positions} positions and {classes} classes, and "
     require_room(2 * size + one_tangent, request.limit, needs + "derivatives,")
     if plan.function is not forward_mode:
         return 1

@@ -60,7 +60,7 @@ MAX_RESULT_BYTES = 2**24  # of one operation on all rows of a pass: larger resul
 RESULTS_PER_ROW = 24
 DOUBLES = 16  # bytes of a projection, and of its copy
 NEEDS = "a tangent on the weights and the gradient that it is checked with"
-INSTEAD = "select fewer parameters by `params`, or take engine='exact'"
+INSTEAD = "select fewer parameters with `params`, or use engine='exact'"
 
 ProjectionBlock = tuple[Projections, Float[Tensor, "b c"]]  # of some samples, with their logits
 
@@ -176,8 +176,8 @@ class SketchEngine:
             values, logits = run.project_block(block)
             if not bool(torch.isfinite(values).all()):
                 raise QualmsError(
-                    "engine='sketch' met numbers too large for the model's precision; use "
-                    "float32, or engine='exact'."
+                    "engine='sketch' overflowed the model's precision; use float32, or "
+                    "engine='exact'."
                 )
             yield Projections(values, tangents.law), logits
 

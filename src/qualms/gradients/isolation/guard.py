@@ -68,7 +68,7 @@ def validate_model(model: object) -> nn.Module:
     devices = sorted({str(p.device) for p in inner.parameters()})
     if len(devices) > 1:
         raise QualmsError(
-            f"the model's parameters are on several devices ({', '.join(devices)}); load it on "
+            f"the model's parameters are on several devices ({', '.join(devices)}); load it onto "
             "one, without device_map."
         )
     for name, t in (*inner.named_parameters(), *inner.named_buffers()):
@@ -76,11 +76,11 @@ def validate_model(model: object) -> nn.Module:
             kind = "parameter" if isinstance(t, nn.Parameter) else "buffer"
             raise QualmsError(
                 f"the {kind} {name} belongs to a lazy module and has no shape yet; run the model "
-                "once."
+                "once first."
             )
     if any(p.is_inference() for p in inner.parameters()):
         raise QualmsError(
-            "the model was created in inference mode, so it has no gradients; create it outside of "
+            "the model was created in inference mode, so it has no gradients; create it outside "
             "torch.inference_mode."
         )
     return model

@@ -277,7 +277,7 @@ def _describe_mismatch(
             tolerance = tolerance_of(coarser(dz.dtype, probe.precision))
         magnitude = max(square**0.5, abs(want))
         if not abs(have - want) <= tolerance * magnitude:
-            return f"{have:.3g} where plain autograd gives {want:.3g}"
+            return f"it gives {have:.3g}, plain autograd {want:.3g}"
     return None
 
 
@@ -367,7 +367,7 @@ def _require_independent_rows(
         of_row = Jvp(together.logits[row : row + 1], together.derivative[row : row + 1])
         same = same and same_products(alone, of_row, precision)
     if not same:
-        raise NotBatchable("the inputs of a batch influence each other")
+        raise NotBatchable("the samples of a batch influence each other")
 
 
 def same_products(have: Jvp, want: Jvp, precision: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""Traces a forward pass: where it uses each parameter, and what the parameter's gradient is made of.
+"""Traces a forward pass: where it uses each parameter, and what makes up its gradient.
 
 - `traced_forward.py` runs the forward pass of a model under a `Recorder`.
 - `recorder.py`, `op_call.py`: what the recorder does with each operation.

@@ -97,7 +97,7 @@ class OpCall:
             if self.recorder.trace_pair is None:
                 raise  # tracing one row: no shape was replaced, so the model is at fault
             raise NotBatchable(
-                f"{self.use.name} does not run on one row at a time: {reason(error)}"
+                f"{self.use.name} cannot run on one row at a time: {reason(error)}"
             ) from error
 
     def add_factor(
@@ -134,7 +134,9 @@ class OpCall:
             return Layout()
         one, two = self._uses_in_pair()
         if place >= min(len(one.results), len(two.results)):
-            raise NotBatchable(f"{self.use.name} does not return the same for every input")
+            raise NotBatchable(
+                f"{self.use.name} does not return the same structure for every input"
+            )
         return infer_layout(one.results[place], two.results[place], None, self.rows)
 
     def result_ndim(self) -> int:

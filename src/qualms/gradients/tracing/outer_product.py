@@ -2,7 +2,7 @@
 
 The gradient of the weight of a product is G = Σ_t δ_t ⊗ a_t: δ_t is the cotangent of the result and
 a_t the input of the product, at position t. Its squared norm is ‖Σ_t δ_t a_tᵀ‖² written out, or
-⟨δδᵀ, aaᵀ⟩ over pairs of positions, whichever takes fewer multiplications. The Gram matrix aaᵀ is the
+⟨δδᵀ, aaᵀ⟩ over pairs of positions, whichever takes fewer multiplications. The Gram matrix aaᵀ is
 same for all classes.
 
 Index letters: b sample, g group, t position, o/f features of δ and a, m/n cotangents.

@@ -85,13 +85,13 @@ def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor], reach: Reach
     """
     forbidden, reached = set(map(id, parameters)), nodes_behind([logits.grad_fn])
     if any(id(node.variable) in forbidden for node in reached if hasattr(node, "variable")):
-        raise NotBatchable("a parameter is used where it cannot be watched")
+        raise NotBatchable("a parameter is used where it cannot be traced")
     if any(
         reach.bypasses_result(node, follower)
         for node in reached
         for follower, _ in node.next_functions
     ):
-        raise NotBatchable("the forward pass takes gradients of its own")
+        raise NotBatchable("the forward pass computes gradients itself")
 
 
 def require_uses_that_vary(model: nn.Module, on: ModelInput) -> None:
@@ -106,7 +106,7 @@ def require_uses_that_vary(model: nn.Module, on: ModelInput) -> None:
     """
     if use_order(model, on, dict(model.named_parameters())).fixed:
         raise QualmsError(
-            "none of the selected parameters takes part in the forward pass; widen `params`."
+            "the forward pass uses none of the selected parameters; select more with `params`."
         )
 
 

@@ -61,7 +61,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep what both modes of differentiation need."""
+        """Save what both modes of differentiation need."""
         ctx.kind, x, _, w, u, _, _, *state = inputs
         h, coefficients = output[0], output[len(state) :]
         ctx.set_materialize_grads(False)
@@ -194,7 +194,8 @@ class OneWay:
         b, b_state = biases or (None, None)
         if biases and self.kind != "gru":  # a GRU scales b' by r; in other layers b and b' just add
             b, b_state = biases[0] + biases[1], None
-        out = _Layer.apply(self.kind, x, shift, w, u, b, b_state, *state)  # type: ignore[no-untyped-call]
+        apply: Callable[..., Any] = _Layer.apply
+        out = apply(self.kind, x, shift, w, u, b, b_state, *state)
         h, *others = out
         cells = len(state) - 1  # 1 for an LSTM, which returns c as well; else 0
         return h, (h[-1], *others[:cells]), tuple(others[cells:])

@@ -2,7 +2,7 @@
 
 A rule takes an `OpCall` and the operation's own arguments, runs the operation, adds a `GradFactor`
 for each parameter and returns the result. Where it does not cover the arguments, it returns
-`NotImplemented`, and the general path takes over; where the rows cannot be separated, `NotBatchable`
+`NotImplemented`, and the general path takes over; where rows cannot be separated, `NotBatchable`
 is raised. Any other exception is a bug. To cover a further operation: one function, one row in
 `RULES`, one case in the tests' model list.
 """
