@@ -234,7 +234,7 @@ class SketchRun:
 
     @property
     def _key(self) -> Key:
-        return ("jvp function", self.request.shapes, tuple(self.tangents.like))
+        return ("jvp function", self.request.shapes, tuple(self.tangents.parameters))
 
     def function(self) -> JvpFunction:
         """The function that plain autograd confirms on the check rows, found once for each kind."""

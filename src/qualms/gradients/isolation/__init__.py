@@ -1,4 +1,9 @@
-"""The user's model is left unchanged: guard, snapshots, fingerprints and deferred interrupts."""
+"""Leaves the user's model unchanged by scoring.
+
+- `guard.py`: evaluation mode and the restoring of the model's and the process's state.
+- `snapshot.py`: copies of what modules hold, and checksums of weights.
+- `interrupts.py`: Ctrl-C is delayed until an exception does no harm.
+"""
 
 from qualms.gradients.isolation.guard import (
     all_parameters_differentiable,

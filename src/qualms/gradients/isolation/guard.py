@@ -30,12 +30,13 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @dataclass(frozen=True)
 class _Guard:
-    """What is kept for a model while it is inside `preserve_state`.
+    """What is remembered of a model while it is inside `preserve_state`.
 
     Attributes:
-        fingerprint: of the model on entry.
-        containers: where its modules keep things.
-        device: for tensors that the model makes without naming one; None for torch's default.
+        fingerprint: the model's fingerprint on entry.
+        containers: the dictionaries, lists, sets and tensors that the model's modules hold.
+        device: device for tensors that the model creates without naming one; None for torch's
+            default.
     """
 
     fingerprint: ModelFingerprint
@@ -47,7 +48,7 @@ _guards: dict[int, _Guard] = {}  # by the id of the model
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:
-    """The module inside the wrapper of `torch.compile`, or the model itself if it has none.
+    """Return the module inside the wrapper of `torch.compile`, or the model if it has no wrapper.
 
     The inner module holds the same parameters under their own names.
     """
@@ -87,15 +88,15 @@ def validate_model(model: object) -> nn.Module:
 
 @contextmanager
 def preserve_state(model: object) -> Iterator[nn.Module]:
-    """Hold a model in evaluation mode with gradients on, and restore it afterwards.
+    """Put a model into evaluation mode with gradients enabled; on exit its state is restored.
 
-    Everything is put back even after an error or Ctrl-C. Other threads wait until this one is done.
+    The state is restored even after an error or Ctrl-C. Other threads wait until this one is done.
 
     Args:
-        model: a module; the wrapper of `torch.compile` is taken off.
+        model: the user's module, possibly in the wrapper of `torch.compile`.
 
     Yields:
-        The module to run.
+        The module to run, without that wrapper.
 
     Raises:
         QualmsError: if the model is not usable (`validate_model`), or changes its own parameters.
@@ -107,22 +108,24 @@ def preserve_state(model: object) -> Iterator[nn.Module]:
         device_of_new = None if torch.get_default_device().type == "cpu" else device
         with _set_process_state(inner, device):
             fingerprint = model_fingerprint(inner)
-            with _restore_modules(inner, fingerprint, device_of_new):
+            with _isolated_modules(inner, fingerprint, device_of_new):
                 yield inner
             _require_same_weights(inner, fingerprint)
 
 
 @contextmanager
 def _set_process_state(model: nn.Module, device: torch.device | None) -> Iterator[None]:
-    """Set what belongs to the process: default device, autograd, random state and compiler.
+    """Set what belongs to the process, not to the model; on exit it is restored.
+
+    Inside: the CPU as default device, autograd on, a copy of the random state, and no compilation.
 
     Args:
         model: the model.
-        device: of its parameters, if it has any.
+        device: device of the model's parameters; None if it has no parameters.
     """
     with ExitStack() as stack:
         if torch.get_default_device().type != "cpu":
-            # The tensors that we make ourselves go where we say, or to the CPU.
+            # Tensors of this package are created on the device that it names, or on the CPU.
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -137,17 +140,26 @@ def _set_process_state(model: nn.Module, device: torch.device | None) -> Iterato
 
 
 def _has_compiler(module: nn.Module) -> bool:
+    """Whether a module is compiled by `torch.compile`, as a wrapper or in place."""
     is_wrapper = hasattr(module, "_orig_mod")
     return is_wrapper or bool(getattr(module, "_compiled_call_impl", None))
 
 
 @contextmanager
-def _restore_modules(
+def _isolated_modules(
     model: nn.Module,
     fingerprint: ModelFingerprint,
     device: torch.device | None,
 ) -> Iterator[None]:
-    """Put all modules into evaluation mode, and restore their modes and contents afterwards."""
+    """Inside: all modules in evaluation mode, and a `_Guard` registered.
+
+    On exit: modes, buffers, containers and written parameters are restored.
+
+    Args:
+        model: the model.
+        fingerprint: the model's fingerprint on entry.
+        device: device for tensors that the model creates without naming one.
+    """
     modules = list(model.modules())
     containers = ModuleContainers(modules)
     switching = [m for m in modules if _switches_modes_itself(m)]
@@ -156,7 +168,7 @@ def _restore_modules(
         stack.callback(restore_tensors, copy_tensors(tensors))
         stack.callback(restore_contents, containers.copy_all())
         stack.enter_context(_evaluation_mode(model, modules, bool(switching)))
-        if switching:  # they may keep things in new places now
+        if switching:  # the switch may have replaced their containers
             containers = ModuleContainers(modules)
         stack.enter_context(_register(model, _Guard(fingerprint, containers, device)))
         yield
@@ -165,22 +177,27 @@ def _restore_modules(
 def _written_parameters(
     modules: Sequence[nn.Module], switching: Sequence[nn.Module]
 ) -> list[Tensor]:
-    """Parameters that modules may write to when they change modes or run."""
-    found: list[Tensor] = []
+    """List the parameters that modules may write to.
+
+    Args:
+        modules: all modules of a model.
+        switching: those with their own `train` or `eval`, which may write to their parameters.
+    """
+    written: list[Tensor] = []
     for m in switching:
-        found += m.parameters(recurse=False)
+        written += m.parameters(recurse=False)
     for m in modules:  # embeddings with a largest norm rescale their weight
         if getattr(m, "max_norm", None) is not None and isinstance(m.weight, Tensor):
-            found.append(m.weight)
-    return found
+            written.append(m.weight)
+    return written
 
 
 @contextmanager
 def isolate_forward(model: nn.Module) -> Iterator[None]:
-    """Run a forward pass that leaves no state on the modules of a model inside `preserve_state`.
+    """Restore the attributes of a model's modules after the forward pass inside the block.
 
-    What one pass caches belongs to its graph, or has no graph at all: either would be wrong for the
-    next pass.
+    For a model inside `preserve_state`; others are left alone. A tensor that one pass caches on a
+    module has the graph of that pass, or none: either would be wrong for the next pass.
     """
     interrupts.deliver()
     guard = _guards.get(id(model))
@@ -196,12 +213,13 @@ def isolate_forward(model: nn.Module) -> Iterator[None]:
 
 
 def entry_fingerprint(model: nn.Module) -> ModelFingerprint:
-    """The fingerprint that a model inside `preserve_state` had on entry."""
+    """Return the fingerprint that a model inside `preserve_state` had on entry."""
     return _guards[id(model)].fingerprint
 
 
 @contextmanager
 def _register(model: nn.Module, guard: _Guard) -> Iterator[None]:
+    """Register the guard of a model; on exit the guard of an outer `preserve_state` is back."""
     outer = _guards.get(id(model))
     _guards[id(model)] = guard
     try:
@@ -216,16 +234,15 @@ def _register(model: nn.Module, guard: _Guard) -> Iterator[None]:
 def _evaluation_mode(
     model: nn.Module, modules: Sequence[nn.Module], call_methods: bool
 ) -> Iterator[None]:
-    """Put all modules into evaluation mode, then each back into its own.
+    """Put all modules into evaluation mode; on exit each is back in the mode that it had.
 
     Args:
         model: the model.
-        modules: all of its modules.
-        call_methods: whether there are modules that do more than note the mode, such as dropping a
-            cache when training begins. Both modes are announced to them, so they start without a
-            cache.
+        modules: all modules of the model.
+        call_methods: whether some modules have their own `train` or `eval`, which may drop a cache
+            when training begins. Both are then called, so that the pass starts without a cache.
     """
-    # A frozen script has no mode.
+    # A frozen script module has no mode.
     modes = [(m, m.training) for m in modules if hasattr(m, "training")]
     try:
         if call_methods:
@@ -244,19 +261,21 @@ def _evaluation_mode(
 
 
 def _switch_mode(model: nn.Module, training: bool) -> None:
+    """Call the model's `train` or `eval`."""
     switch = model.train if training else model.eval
     with suppress(NotImplementedError):  # an exported graph has no modes
         switch()
 
 
 def _switches_modes_itself(m: nn.Module) -> bool:
-    """Whether a module has a `train` or `eval` of its own, in its class or on the object."""
+    """Whether a module overrides `nn.Module.train` or `eval`, in its class or on the object."""
     has_train = type(m).train is not nn.Module.train
     has_eval = type(m).eval is not nn.Module.eval
     return has_train or has_eval or not {"train", "eval"}.isdisjoint(vars(m))
 
 
 def _require_same_weights(model: nn.Module, fingerprint: ModelFingerprint) -> None:
+    """Raise QualmsError if a parameter has changed since the fingerprint was taken."""
     for (name, p), before in zip(model.named_parameters(), fingerprint.tensors, strict=False):
         if tensor_checksum(p) != before:
             raise QualmsError(
@@ -266,7 +285,7 @@ def _require_same_weights(model: nn.Module, fingerprint: ModelFingerprint) -> No
 
 @contextmanager
 def all_parameters_differentiable(model: nn.Module) -> Iterator[None]:
-    """Turn gradients on for frozen parameters too; `requires_grad` is restored afterwards."""
+    """Set `requires_grad` for frozen parameters too; on exit they are frozen again."""
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     try:
         for p in frozen:

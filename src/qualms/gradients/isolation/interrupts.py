@@ -1,9 +1,9 @@
-"""Ctrl-C waits until nothing is half done.
+"""Delays Ctrl-C until an exception does no harm.
 
 Python raises KeyboardInterrupt between any two of its instructions. One of those moments lies
 between entering forward-mode differentiation and noting that it was entered, and an interrupt there
-would leave the process in forward mode for good. So while a model is held, the signal is recorded,
-and raised where an exception does no harm: before the next forward or backward pass.
+would leave the process in forward mode for good. So inside `preserve_state` the signal is only
+recorded; KeyboardInterrupt is raised before the next forward or backward pass.
 """
 
 import signal
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-PATIENCE = 5.0  # seconds after which another Ctrl-C is raised at once: the model itself may hang
+PATIENCE = 5.0  # seconds after which a second Ctrl-C is raised at once: the model may hang
 
 SignalHandler = Callable[[int, FrameType | None], Any]
 
@@ -45,9 +45,9 @@ def defer_interrupts() -> Iterator[None]:
 
 
 def deliver() -> None:
-    """Pass a pending Ctrl-C to the previous handler.
+    """Handle a recorded Ctrl-C now, by the signal handler that `defer_interrupts` replaced.
 
-    That one raises KeyboardInterrupt, unless the user has installed another.
+    Python's own handler raises KeyboardInterrupt; the user may have installed another one.
     """
     global _pending_since
     if _pending_since is None or not _in_main_thread():
@@ -57,7 +57,7 @@ def deliver() -> None:
 
 
 def _record(signum: int, frame: FrameType | None) -> None:
-    """The signal handler while a model is held."""
+    """Record a Ctrl-C; raise it at once if the first is pending for more than PATIENCE seconds."""
     global _pending_since
     if _pending_since is None:
         _pending_since = time.monotonic()

@@ -2,8 +2,8 @@
 
 Forward passes replace attributes and buffers (caches, counters, hook-based weight_norm), add
 entries to dictionaries and lists, and write to tensors, also through their `.data`. All of it is
-put back from shallow copies, except for writes to parameters. There is no copy of those:
-checksums tell, exactly, whether any of them has changed.
+restored from shallow copies, except for writes to parameters. Parameters are not copied: exact
+checksums show whether any of them has changed.
 """
 
 from collections import OrderedDict, defaultdict, deque
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 DICTS = (dict, OrderedDict, defaultdict)
 OTHER_CONTAINERS = (list, set, deque)
 ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-GRID_COLUMNS = 64  # words in a row of the grid whose rows and columns are summed
-MAX_HASHED_BYTES = 2**14  # up to this size Python's own hash is quicker than a few sums
+GRID_COLUMNS = 64  # 8-byte words in a row of the grid that `sum_bits` lays the bits out in
+MAX_HASHED_BYTES = 2**14  # up to this size Python's `hash` is faster than sums on tensors
 BYTES_OF_WORD = 8
 
-Contents = list[tuple[Any, Any]]  # containers, each with a shallow copy of what is in it
+Contents = list[tuple[Any, Any]]  # pairs of a container and a shallow copy of it
 
 
 class ModuleContainers:
@@ -46,19 +46,19 @@ class ModuleContainers:
         self.tensors = [value for value in attributes if isinstance(value, Tensor)]
 
     def copy_all(self) -> Contents:
-        """The contents of all containers."""
+        """Copy all dictionaries, lists and sets, for `restore_contents`."""
         return [(container, container.copy()) for container in (*self.dicts, *self.others)]
 
     def copy_dicts(self) -> Contents:
-        """The contents of attributes and dictionaries only, where modules keep caches.
+        """Copy attributes and dictionaries only, where modules keep caches, for `restore_contents`.
 
-        This is for every single pass: lists may be long, and passes are many.
+        Done in every forward pass, so lists, which may be long, are left out.
         """
         return [(container, container.copy()) for container in self.dicts]
 
 
 def restore_contents(contents: Contents) -> None:
-    """Put back what has changed in the containers."""
+    """Restore the containers that do not hold the same objects as their copies."""
     for container, before in contents:
         if _holds_same(container, before):
             continue
@@ -70,6 +70,7 @@ def restore_contents(contents: Contents) -> None:
 
 
 def _holds_same(container: Any, before: Any) -> bool:
+    """Whether a container holds the same objects, in the same order, as a copy of it."""
     if len(container) != len(before) or not all(map(is_, container, before)):
         return False
     if type(container) not in DICTS:
@@ -86,7 +87,7 @@ class TensorCopy(NamedTuple):
 
 
 def copy_tensors(tensors: Iterable[Tensor]) -> list[TensorCopy]:
-    """Copies of tensors, one for each object; those on the meta device have no values."""
+    """Copy tensors, each object once; those on the meta device are skipped, having no values."""
     distinct = {id(t): t for t in tensors if not t.is_meta}
     return [TensorCopy(t, _version(t), t.detach().clone()) for t in distinct.values()]
 
@@ -103,6 +104,7 @@ def restore_tensors(copies: Iterable[TensorCopy]) -> None:
 
 
 def _differs(copy: TensorCopy) -> bool:
+    """Whether a tensor has changed since it was copied: by values, or by version if sparse."""
     t, version, value = copy
     if t.layout == torch.strided:
         return not torch.equal(t, value)
@@ -110,6 +112,7 @@ def _differs(copy: TensorCopy) -> bool:
 
 
 def _version(t: Tensor) -> int:
+    """Return a tensor's version counter; 0 for inference tensors, which have none."""
     return 0 if t.is_inference() else t._version
 
 
@@ -117,7 +120,7 @@ def _version(t: Tensor) -> int:
 
 
 class TensorChecksum(NamedTuple):
-    """Where a tensor is stored, its shape and type, and a checksum of its bits."""
+    """A tensor's address, shape, type and checksum of its bits: equal while nothing is changed."""
 
     address: int
     shape: tuple[int, ...]
@@ -126,7 +129,7 @@ class TensorChecksum(NamedTuple):
 
 
 class ModelFingerprint(NamedTuple):
-    """Equal for two moments at which a model computes the same function in the same way.
+    """A model's state: two fingerprints are equal if the model computes the same function.
 
     Attributes:
         modules: the identity and the plain attributes of every module.
@@ -138,11 +141,11 @@ class ModelFingerprint(NamedTuple):
 
 
 def model_fingerprint(model: nn.Module) -> ModelFingerprint:
-    """Fingerprint a model.
+    """Compute the fingerprint of a model.
 
-    It changes when the model is trained, reloaded or moved, and when a module or a setting is
-    replaced. The bits of all weights are summed, because optimizers and `.data` may change them
-    without torch counting it.
+    The fingerprint changes when the model is trained, reloaded or moved, and when a module or a
+    setting is replaced. The bits of all weights are summed, because optimizers and `.data` may
+    change weights without a change of their version counters.
     """
     modules = tuple((id(m), _plain_attributes(m)) for m in model.modules())
     tensors = (*model.parameters(), *model.buffers())
@@ -150,34 +153,35 @@ def model_fingerprint(model: nn.Module) -> ModelFingerprint:
 
 
 def _plain_attributes(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """The numbers, switches and strings among a module's attributes.
+    """Return the names and values of a module's attributes that are numbers, flags or strings.
 
-    Its mode is left out, since that is set for every call.
+    `training` is left out, since evaluation mode is set for every call.
     """
-    found = []
+    attributes = []
     for name, value in vars(module).items():
         if isinstance(value, (bool, int, float, str)) and name != "training":
-            found.append((name, value))
-    return tuple(found)
+            attributes.append((name, value))
+    return tuple(attributes)
 
 
 def tensor_checksum(t: Tensor) -> TensorChecksum:
-    """Where a tensor is, its shape and type, and the checksum of its bits."""
+    """Compute the checksum of a tensor, with its address, shape and type."""
     address = t.data_ptr() if t.layout == torch.strided else id(t)
     return TensorChecksum(address, tuple(t.shape), t.dtype, sum_bits(t))
 
 
 def sum_bits(t: Tensor) -> int:
-    """A checksum of the bits of a tensor; 0 for tensors without storage of their own.
+    """Compute a checksum of a tensor's bits; 0 for meta, quantized, sparse and empty tensors.
 
-    The sum is exact, so no change is too small to see. It is taken over the rows and columns of a
-    grid, so entries cannot trade places unseen. A small tensor is hashed, which sees both as well.
+    The bits are summed as integers, so that no change of a value is too small to show. The sums of
+    a grid's rows and columns are weighted by their positions, so that swapped entries show as well.
+    Small tensors are hashed.
     """
     if t.is_meta or t.is_quantized or t.layout != torch.strided or t.numel() == 0:
         return 0
     flat = t.detach().contiguous().reshape(-1)
     offset = flat.storage_offset() * flat.element_size()
-    if offset % BYTES_OF_WORD:  # words begin at multiples of eight bytes
+    if offset % BYTES_OF_WORD:  # a view as words must begin at a multiple of eight bytes
         flat = flat.clone()
     octets = flat.view(torch.uint8)
     if len(octets) <= MAX_HASHED_BYTES and octets.device.type == "cpu":
@@ -185,8 +189,8 @@ def sum_bits(t: Tensor) -> int:
     row = BYTES_OF_WORD * GRID_COLUMNS
     whole = len(octets) // row * row
     grid = octets[:whole].view(torch.int64).view(-1, GRID_COLUMNS)
-    rest = octets[whole:].long()
-    return sum(map(_position_weighted_sum, (grid.sum(0), grid.sum(1), rest)))
+    remainder = octets[whole:].long()  # bytes that fill no row
+    return sum(map(_position_weighted_sum, (grid.sum(0), grid.sum(1), remainder)))
 
 
 def _position_weighted_sum(v: Tensor) -> int:

@@ -1,7 +1,7 @@
-"""Random weight tangents pushed through the model: tangents, Jacobian-vector products, norms.
+"""Estimates gradient norms by pushing random tangents on the weights through the model.
 
 - `tangents.py`: how tangents are drawn.
-- `jvp.py`: how they are pushed through the model.
-- `projections.py`: the norms that the results estimate.
-- `sketch_probe.py`: what the first samples show, and the checks of products.
+- `jvp.py`: Jacobian-vector products, by which a tangent is pushed through the model.
+- `projections.py`: norms, estimated from the products.
+- `sketch_probe.py`: what the first rows show of a model, and the checks of its products.
 """

@@ -1,8 +1,8 @@
 """Jacobian-vector products J s of the logits with a tangent s on the weights.
 
-`forward_mode` is exact and takes one pass with dual numbers. `central_difference` serves models
-that forward mode cannot run. Neither is trusted before `find_jvp_function` (`sketch_probe.py`) has
-compared it with plain autograd.
+`forward_mode` is exact and takes one pass with dual numbers. `central_difference` is for models
+that forward mode cannot run. `find_jvp_function` (`sketch_probe.py`) compares either with plain
+autograd before its results are used.
 """
 
 import warnings
@@ -25,7 +25,7 @@ from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.sketching.tangents import Tangent
 from qualms.gradients.tracing.rules.recurrent_layers import Unrolled
 
-# Positional parameters of torch's functions, as far as they are read here.
+# Names of the positional parameters of torch's functions, up to the last one that is read here.
 ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
 ATEN_EMBEDDING = ("weight", "indices", "padding_idx", "scale_grad_by_freq")
@@ -34,7 +34,7 @@ MAX_FORMATTED_BYTES = 2**24
 
 
 class Jvp(NamedTuple):
-    """The logits of some rows, and their derivative J s along a tangent."""
+    """The logits of a batch of rows, and their derivative J s along a tangent s on the weights."""
 
     logits: Float[Tensor, "rows c"]
     derivative: Float[Tensor, "rows c"]
@@ -49,18 +49,18 @@ def forward_mode(
     tangent: Tangent,
     several: bool = False,
 ) -> Jvp:
-    """The exact J s, by one pass with dual numbers.
+    """Compute the exact J s by one pass with dual numbers.
 
     Args:
-        model: inside `preserve_state`.
-        model_input: the rows.
-        tangent: s, by the parameter's name.
-        several: whether `tangent` holds k tangents, [k, …] for each parameter; both results are
-            then [k, rows, c].
+        model: the model, inside `preserve_state`.
+        model_input: the rows to run.
+        tangent: the tangent s, by the parameter's name.
+        several: whether `tangent` holds k tangents, [k, …] for each parameter; logits and
+            derivative are then [k, rows, c].
     """
     x = batch_tensors(model_input.batch)[0]
-    size = sum(s.nbytes for s in tangent.values())
-    convert = _is_channels_last(x) and size <= MAX_FORMATTED_BYTES
+    nbytes = sum(s.nbytes for s in tangent.values())
+    convert = _is_channels_last(x) and nbytes <= MAX_FORMATTED_BYTES
 
     def reformat(t: Tensor) -> Tensor:
         if convert and t.ndim == 4:
@@ -84,7 +84,7 @@ def forward_mode(
         # torch warns of the rules that it compiles on first use.
         warnings.simplefilter("ignore", DeprecationWarning)
         if several:
-            # "same": noise on embeddings is drawn in the pass, one draw for all tangents.
+            # "same": noise on embeddings is drawn inside the pass, one draw for all tangents.
             jvp_of_each = torch.vmap(lambda s: jvp((s,)), randomness="same")
             pair: Any = jvp_of_each(tangents)
         else:
@@ -93,6 +93,7 @@ def forward_mode(
 
 
 def _is_channels_last(x: Tensor) -> bool:
+    """Whether a batch of images is stored in channels-last format only."""
     if x.ndim != 4 or x.is_contiguous():
         return False
     return x.is_contiguous(memory_format=torch.channels_last)
@@ -100,12 +101,12 @@ def _is_channels_last(x: Tensor) -> bool:
 
 @torch.no_grad()
 def central_difference(model: nn.Module, model_input: ModelInput, tangent: Tangent) -> Jvp:
-    """J s as (z(θ + εs) - z(θ - εs)) / 2ε, in double precision.
+    """Approximate J s by (z(θ + εs) - z(θ - εs)) / 2ε, in double precision.
 
     Args:
-        model: inside `preserve_state`.
-        model_input: the rows.
-        tangent: s, by the parameter's name.
+        model: the model, inside `preserve_state`.
+        model_input: the rows to run.
+        tangent: the tangent s, by the parameter's name.
     """
     logits_at = LogitsAt(model)
     state: Tangent = {}
@@ -117,6 +118,7 @@ def central_difference(model: nn.Module, model_input: ModelInput, tangent: Tange
     tangent = {name: s.double() for name, s in tangent.items()}
 
     def logits_after(step: float, keep_padding: ConstantPadding) -> Tensor:
+        """Compute z(θ + step · s)."""
         moved = {name: state[name] + step * s for name, s in tangent.items()}
         with keep_padding:
             return logits_at(state | moved, model_input)
@@ -130,9 +132,11 @@ def central_difference(model: nn.Module, model_input: ModelInput, tangent: Tange
 
 
 def _difference_step(state: Tangent, tangent: Tangent) -> float:
-    """The ε at which truncation and rounding of a central difference balance.
+    """Choose ε = eps^⅓ ‖θ‖ / ‖s‖, at which a central difference's truncation and rounding balance.
 
-    It is relative to the size of the weights.
+    Args:
+        state: parameters and buffers of the model in double precision, by name.
+        tangent: the tangent s, by the parameter's name.
     """
     size = sum(float(state[name].square().sum()) for name in tangent) ** 0.5
     length = sum(float(s.square().sum()) for s in tangent.values()) ** 0.5
@@ -141,6 +145,7 @@ def _difference_step(state: Tangent, tangent: Tangent) -> float:
 
 
 def _to_double(t: Tensor) -> Tensor:
+    """Convert a floating-point tensor to 64 bits; others are only detached."""
     return t.detach().double() if t.is_floating_point() else t.detach()
 
 
@@ -151,31 +156,37 @@ JVP_FUNCTIONS: dict[str, JvpFunction] = {
 
 
 class LogitsAt:
-    """The logits of a model at other parameters and buffers, given by name.
+    """Computes the logits of a model with other values of its parameters and buffers.
 
-    Tied tensors are put in all their places, each place once. torch, where it ties them, goes by
-    names, and leaves other weights in a module that has two names.
+    Tied tensors are replaced in every module that holds them. `functional_call` with `tie_weights`
+    goes by names instead, and keeps the old weights in a module that is reached by two names.
 
     Args:
-        model: whose own tensors are left in place.
+        model: the model; its tensors are not changed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         tensors = (*model.named_parameters(), *model.named_buffers())
         names = {id(t): name for name, t in tensors}
         self.inner = _LogitsModule(model)
-        self.places: list[tuple[str, str]] = []  # in `inner`, and the tensor's name in the model
+        # pairs of a tensor's name in `inner` and its name in the model
+        self.places: list[tuple[str, str]] = []
         for owner, m in self.inner.named_modules():
             for named in (m.named_parameters, m.named_buffers):
                 for place, t in named(owner, recurse=False, remove_duplicate=False):
                     self.places.append((place, names[id(t)]))
 
     def __call__(self, values: dict[str, Tensor], model_input: ModelInput) -> Tensor:
-        """The logits of some rows; what has no value here keeps its own."""
-        there = {place: values[name] for place, name in self.places if name in values}
+        """Compute the logits.
+
+        Args:
+            values: parameters and buffers by name; those left out keep the model's values.
+            model_input: the rows to run.
+        """
+        replacements = {place: values[name] for place, name in self.places if name in values}
         logits: Tensor = torch.func.functional_call(
             self.inner,
-            there,
+            replacements,
             (model_input,),
             tie_weights=False,
         )
@@ -191,22 +202,24 @@ class _LogitsModule(nn.Module):
         self.training = False
 
     def forward(self, model_input: ModelInput) -> Tensor:
-        """The logits of these rows."""
+        """Compute the logits of the rows."""
         return forward_logits(self.model, model_input)
 
 
-# Operations that forward mode needs in another form than torch's.
+# Operations that forward mode runs in another form than torch's.
 
 
 class ConstantPadding(CallMode):
-    """Keeps what an embedding returns for padding constant.
+    """A function mode in which the embedding of padding is constant.
 
-    It has no gradient, and so no tangent; other uses of the same weight do. For a difference it
-    stays what it was at the weights themselves.
+    Autograd gives the padding row of an embedding no gradient, so the embedding of padding must
+    have no tangent, though other uses of the same weight do. In a central difference it keeps the
+    value that it has at the unchanged weights.
 
     Args:
-        record: where the outputs of embeddings with padding are appended.
-        constants: recorded outputs, which padding takes its values from.
+        record: list to which the outputs of embeddings with padding are appended.
+        constants: recorded outputs, from which the values at padding are taken; by default the
+            current output, detached.
     """
 
     def __init__(
@@ -219,7 +232,7 @@ class ConstantPadding(CallMode):
         self.constants = iter(constants)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func`; if it is an embedding, its padding is replaced by constants."""
+        """Call `func`; in an embedding's output, values at padding are replaced by constants."""
         out = run_function(func, args, kwargs)
         if name_of(func) != "embedding":
             return out
@@ -241,7 +254,7 @@ class ConstantPadding(CallMode):
 
 @contextmanager
 def attention_with_forward_rule() -> Iterator[None]:
-    """Run attention by kernels that have a forward-mode rule, by `Attention` where that serves."""
+    """Inside: attention runs by `Attention`, or by torch's kernel with a forward rule."""
     mha: Any = torch.backends.mha
     before = mha.get_fastpath_enabled()
     mha.set_fastpath_enabled(False)
@@ -253,13 +266,12 @@ def attention_with_forward_rule() -> Iterator[None]:
 
 
 class Attention(torch.autograd.Function):
-    """P v, P the softmax of S = s q kᵀ + mask, with a forward-mode derivative of its own.
+    """Attention o = P v, P = softmax(s q kᵀ + mask), with a fast forward-mode derivative.
 
-    torch's kernel that has one takes attention apart into a dozen steps, each a pass over
-    [tokens, tokens]. With A = P ∘ dS, where dS = s (dq kᵀ + q dkᵀ) is one product of [dq q] and
-    [k dk], and o = P v:
+    torch's kernel with a forward rule takes a dozen steps, each over [tokens, tokens]. Here, with
+    A = P ∘ dS, where dS = s (dq kᵀ + q dkᵀ) is one product of [dq q] and [k dk]:
 
-        do = P dv + A v - r ∘ o,  r the sums of the rows of A.
+        do = P dv + A v - r ∘ o,  where r is the sum of each row of A.
     """
 
     generate_vmap_rule = True
@@ -272,7 +284,7 @@ class Attention(torch.autograd.Function):
         mask: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """The result, and P for the derivative.
+        """Compute attention o, and P, which the derivative needs.
 
         Args:
             q: queries [..., t, d].
@@ -285,14 +297,14 @@ class Attention(torch.autograd.Function):
         if mask is None:
             probs = scores.softmax(-1)
         else:
-            # A token that sees none gets nothing, as in torch.
+            # A token whose keys are all masked gets zeros, as in torch.
             sees_none = (mask == -torch.inf).all(-1, keepdim=True)
             probs = (scores + mask).softmax(-1).masked_fill(sees_none, 0.0)
         return probs @ v, probs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Save what the derivative needs."""
+        """Save the tensors and the scale that `jvp` needs."""
         q, k, v, _, ctx.scale = inputs
         out, probs = output
         ctx.mark_non_differentiable(probs)
@@ -300,7 +312,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *_: Any) -> tuple[Tensor, None]:
-        """The derivative of the result.
+        """Compute the tangent of o from those of q, k and v; P gets none.
 
         Args:
             ctx: what `setup_context` has saved.
@@ -316,7 +328,7 @@ class Attention(torch.autograd.Function):
 
 
 class DifferentiableAttention(CallMode):
-    """Replaces attention by `Attention`, unless a call asks for something that it does not do."""
+    """A function mode that runs `Attention` instead, but for dropout and additive masks."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `func`, or `Attention` in its place."""
@@ -325,7 +337,7 @@ class DifferentiableAttention(CallMode):
         arguments = bind_arguments(ATTENTION, args, kwargs)
         q, k, v = arguments["query"], arguments["key"], arguments["value"]
         mask = arguments.get("attn_mask")
-        # A mask of numbers may have a derivative.
+        # `Attention` has no derivative for a mask of numbers.
         is_additive = mask is not None and mask.is_floating_point()
         if arguments.get("dropout_p") or q.ndim < 2 or is_additive:
             return run_function(func, args, kwargs)

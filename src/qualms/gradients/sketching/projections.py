@@ -1,11 +1,11 @@
-"""From projections on random tangents to norms: the scale of a stable law, estimated from k draws.
+"""Estimates norms from projections on random tangents: the scale of a stable law, from k draws.
 
 A gradient's projection on a random tangent is normal with standard deviation ‖g‖ if the tangent is,
 and Cauchy with scale Σ_l ‖g_l‖ if each layer's part of the tangent is divided by a normal number of
 its own: the normal law adds squares of scales, the Cauchy law adds scales (Indyk, Stable
 distributions, pseudorandom generators, embeddings and data stream computation, J. ACM 2006).
 Tangents of random signs give the variance ‖g‖² as well, and nearly the normal law where g has many
-entries; if it had a single one, the only error would be the correction of bias, 1/(4k).
+entries. If g has a single entry, only the correction of bias is wrong, by 1/(4k).
 """
 
 import math
@@ -26,8 +26,8 @@ class Projections:
     """Projections of gradients on k random tangents, and the norms that they estimate.
 
     Attributes:
-        values: of each of m gradients of b samples on each tangent.
-        law: their distribution.
+        values: projection of each of m gradients of b samples on each of k tangents.
+        law: distribution of the projections of a gradient.
     """
 
     values: Float[Tensor, "k b m"]
@@ -35,27 +35,27 @@ class Projections:
 
     @property
     def scale(self) -> Float[Tensor, "b m"]:
-        """The estimated norms."""
+        """The estimated norm of each gradient."""
         if self.law == "normal":
             return normal_scale(self.values)
         return cauchy_scale(self.values)
 
     @property
     def square(self) -> Float[Tensor, "b m"]:
-        """The estimated squares of the norms."""
+        """The estimated squared norm of each gradient."""
         if self.law == "normal":
             return self.values.square().mean(0)
         return self.scale.square()
 
     def influence(self, scale: Float[Tensor, "b m"], j: int) -> Float[Tensor, "b m"]:
-        """How far projection j moved the estimates, to first order.
+        """Compute the influence of projection j on the estimates, to first order.
 
-        The sum of squares over j is the variance of an estimate. Under the Cauchy law the
-        derivative of log p with respect to log γ is (t² - γ²)/(t² + γ²), of variance 1/2.
+        The sum of its squares over j is the variance of an estimate. Under the Cauchy law the
+        derivative of log p(t) with respect to log γ is (t² - γ²)/(t² + γ²), with variance 1/2.
 
         Args:
-            scale: the estimates γ.
-            j: the number of the tangent.
+            scale: the estimated norms γ.
+            j: the index of the tangent, from 0 to k - 1.
         """
         k = len(self.values)
         square = self.values[j].square()
@@ -70,14 +70,19 @@ class Projections:
         scale: Float[Tensor, "b m"],
         weights: Float[Tensor, "b m"],
     ) -> Float[Tensor, " b"]:
-        """The standard error of Σ_m w_m scale_m; each tangent moves all m estimates at once."""
+        """Compute the standard error of Σ_m w_m scale_m; the m estimates share tangents.
+
+        Args:
+            scale: the estimated norms.
+            weights: the weights w.
+        """
         variance = torch.zeros_like(scale[:, 0])
         for j in range(len(self.values)):
             variance = variance + (weights * self.influence(scale, j)).sum(-1).square()
         return variance.sqrt()
 
     def error(self, scale: Float[Tensor, "b m"]) -> Float[Tensor, "b m"]:
-        """The standard error of each estimate."""
+        """Compute the standard error of each estimated norm."""
         variance = torch.zeros_like(scale)
         for j in range(len(self.values)):
             variance = variance + self.influence(scale, j).square()
@@ -85,12 +90,12 @@ class Projections:
 
 
 def normal_scale(t: Float[Tensor, "k b m"]) -> Float[Tensor, "b m"]:
-    """The standard deviation of k normal numbers of mean zero, without bias."""
+    """Estimate the standard deviation of k normal draws with mean zero, without bias."""
     return unbiased_root(t.square().mean(0), len(t))
 
 
 def unbiased_root(mean_square: Float[Tensor, "*n"], k: int) -> Float[Tensor, "*n"]:
-    """The standard deviation of normal numbers of which k have this mean square.
+    """Estimate a standard deviation from the mean square of k normal draws, without bias.
 
     The root of an average is biased: E sqrt(χ²_k / k) = sqrt(2/k) Γ((k+1)/2) / Γ(k/2).
     """
@@ -99,9 +104,10 @@ def unbiased_root(mean_square: Float[Tensor, "*n"], k: int) -> Float[Tensor, "*n
 
 
 def cauchy_scale(t: Float[Tensor, "k b m"]) -> Float[Tensor, "b m"]:
-    """The maximum-likelihood scale γ of k Cauchy numbers: Σ_j t_j² / (t_j² + γ²) = k/2.
+    """Estimate the scale γ of Cauchy numbers from k draws by maximum likelihood.
 
-    Found by bisection of log γ² between the smallest and the largest t².
+    The equation Σ_j t_j² / (t_j² + γ²) = k/2 is solved by bisection of log γ² between the smallest
+    and the largest t².
     """
     square = t.square().clamp_min(TINY)
     low = square.amin(0).log()
@@ -113,4 +119,4 @@ def cauchy_scale(t: Float[Tensor, "k b m"]) -> Float[Tensor, "b m"]:
         low = torch.where(is_above, middle, low)
         high = torch.where(is_above, high, middle)
     scale = ((low + high) / 4).exp()
-    return torch.where(t.any(0), scale, 0.0)
+    return torch.where(t.any(0), scale, 0.0)  # 0 if all draws are 0

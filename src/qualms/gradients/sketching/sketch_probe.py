@@ -1,8 +1,8 @@
-"""What the first samples of a batch show before it is sketched, and what its products must pass.
+"""Probes the first rows of a batch before it is sketched, and checks Jacobian-vector products.
 
-- For a few rows v·(J s) must be ⟨Jᵀv, s⟩, with Jᵀv from plain autograd.
-- The J s of a batch must not change when its rows run in other batches. Batches that fail run one
-  row at a time.
+- For a few rows, v·(J s) must equal ⟨Jᵀv, s⟩, with Jᵀv from plain autograd.
+- The J s of a batch must not change when its rows run in other batches. If it does, the rows of the
+  batch run one at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,26 +39,26 @@ from qualms.gradients.tracing.param_use import largest_result
 from qualms.gradients.tracing.recorder import Shapes, collapses_rows
 from qualms.gradients.tracing.traced_forward import record_forward, require_uses_that_vary
 
-# Taken for the size of the largest result of a row where no result can be seen.
+# Assumed size of a row's largest result where the model cannot be traced.
 DEFAULT_RESULT_BYTES = 2**22
-# Relative error allowed to a central difference, which steps over kinks: far below the noise of a
-# sketch.
+# Relative error allowed in a central difference, which is wrong at kinks such as ReLU's; far below
+# the noise of a sketch.
 DIFFERENCE_TOLERANCE = 1e-3
 
 
-# What the first samples show.
+# Probing the first rows.
 
 
 @dataclass
 class CheckRows:
-    """Rows whose gradients along a random direction are known from plain autograd.
+    """Rows with their gradients along a random direction of the logits, by plain autograd.
 
     Attributes:
-        model: inside `preserve_state`.
-        rows: the rows, each on its own.
-        selected: the parameters that count, by name.
-        gradients: of each row, by the parameter's name; empty if they take too much memory, and
-            are computed again whenever they are asked for.
+        model: the model, inside `preserve_state`.
+        rows: the rows, each as a batch of one row.
+        selected: the selected parameters, by name.
+        gradients: the gradients of each row, by the parameter's name. Empty if they take too much
+            memory; then they are computed again in every iteration.
     """
 
     model: nn.Module
@@ -67,13 +67,13 @@ class CheckRows:
     gradients: list[dict[str, Float[Tensor, "1 ..."]]]
 
     def __iter__(self) -> Iterator[tuple[ModelInput, dict[str, Tensor]]]:
-        """Each row, with its gradient along a random direction."""
+        """Iterate over the rows, each with its gradient along a random direction of the logits."""
         for number, row in enumerate(self.rows):
             if self.gradients:
                 yield row, self.gradients[number]
                 continue
             _, gradient = sample_gradients(self.model, row, self.selected, random_direction)
-            release_free_memory()  # that of its graph
+            release_free_memory()  # memory of the row's graph
             yield row, gradient
 
 
@@ -82,9 +82,10 @@ class SketchProbe(ModelProfile):
     """What the first rows show of a model.
 
     Attributes:
-        counted: the parameters whose layers count, in the model's order.
-        compare_alone: whether the rows of a batch have to be compared with what each gives alone,
-            since what they give in halves of the batch may hide that they influence each other.
+        counted: names of the parameters whose layers count.
+        compare_alone: whether each row of a batch has to be checked against a pass on that row
+            alone. Otherwise passes on two halves of the batch are enough to show whether rows
+            influence each other.
     """
 
     counted: list[str]
@@ -100,18 +101,21 @@ def probe_rows(
     """Run a few rows by plain autograd, and trace the first of them.
 
     Args:
-        model: inside `preserve_state`.
-        model_input: some rows.
-        selected: the parameters that count, by name.
-        room: bytes that the gradients of rows may take to be kept; None to keep them.
+        model: the model, inside `preserve_state`.
+        model_input: a batch of rows.
+        selected: the selected parameters, by name.
+        room: limit in bytes for keeping the rows' gradients; None for no limit.
+
+    Returns:
+        What the rows show of the model, and the rows that products are checked on.
 
     Raises:
         QualmsError: if the model is random, or uses none of the selected parameters.
     """
     first = FirstSample.of(model, model_input, selected)
     others = _other_rows(model_input)
-    size = sum(p.nbytes for p in selected.values())
-    keep = room is None or (1 + len(others)) * size <= room
+    gradient_bytes = sum(p.nbytes for p in selected.values())
+    keep = room is None or (1 + len(others)) * gradient_bytes <= room
     used = set(first.gradient)
     gradients = [first.gradient] if keep else []
     if not keep:
@@ -130,7 +134,7 @@ def probe_rows(
 
 
 def _other_rows(model_input: ModelInput) -> list[ModelInput]:
-    """The sample in the middle and the very last row, each on its own."""
+    """Select the first row of the middle sample and the very last row, without row 0."""
     rows = num_samples(model_input.batch)
     samples = list(range(0, rows, model_input.rows_per_sample))
     numbers = {samples[len(samples) // 2], rows - 1} - {0}
@@ -144,28 +148,35 @@ def _trace_first(
     used: set[str],
     model: nn.Module,
 ) -> SketchProbe:
-    """Trace the first row: sizes of results, order of layers, and how batches have to be checked.
+    """Trace the first row to find sizes of results, order of layers, and how to check batches.
 
     Args:
-        first: the first row, by plain autograd.
-        model_input: some rows.
-        selected: the parameters that count, by name.
-        used: those that some row uses.
-        model: inside `preserve_state`.
+        first: logits and gradients of the first row, by plain autograd.
+        model_input: a batch of rows.
+        selected: the selected parameters, by name.
+        used: names of the parameters that at least one of the rows uses.
+        model: the model, inside `preserve_state`.
     """
     classes, logits_bytes = first.logits.shape[1], first.logits.nbytes
     trace = partial(record_forward, model, first.rows, selected)
     recorder = attempt("trace the first sample", trace)
     if isinstance(recorder, Fallback):
         largest = max(DEFAULT_RESULT_BYTES, logits_bytes)
-        return SketchProbe(classes, largest, False, first.precision, list(selected), True)
+        return SketchProbe(
+            classes,
+            largest,
+            channels_last=False,
+            precision=first.precision,
+            counted=list(selected),
+            compare_alone=True,
+        )
     largest = max(largest_result(recorder.param_uses), logits_bytes)
     order, shapes = recorder.use_order, recorder.shapes
-    del recorder  # and the graph
+    del recorder  # frees the graph
     channels_last = _takes_channels_last(model, first, selected)
-    alone = not order.fixed or _mixes_rows(model, model_input, shapes, selected)
+    compare_alone = not order.fixed or _mixes_rows(model, model_input, shapes, selected)
     counted = order.relevant(used, selected)
-    return SketchProbe(classes, largest, channels_last, first.precision, counted, alone)
+    return SketchProbe(classes, largest, channels_last, first.precision, counted, compare_alone)
 
 
 def _mixes_rows(
@@ -176,13 +187,16 @@ def _mixes_rows(
 ) -> bool:
     """Whether the model computes something from several rows at once.
 
-    It shows in the shapes of a pass over two rows beside those of a pass over one.
+    That shows in shapes that are the same in a pass over two rows as in a pass over one.
 
     Args:
-        model: inside `preserve_state`.
-        model_input: some rows.
-        shapes_of_one: of the operations on one row.
-        selected: the parameters that count, by name.
+        model: the model, inside `preserve_state`.
+        model_input: a batch of rows, of which the first two are run.
+        shapes_of_one: names and shapes of the operations in a pass on one row.
+        selected: the selected parameters, by name.
+
+    Returns:
+        True also if the pass over two rows cannot be traced.
     """
     if num_samples(model_input.batch) == 1:
         return False
@@ -192,9 +206,9 @@ def _mixes_rows(
 
 
 def _takes_channels_last(model: nn.Module, first: FirstSample, selected: dict[str, Tensor]) -> bool:
-    """Whether forward mode runs these images in channels-last format, with the same logits.
+    """Whether forward mode gives the same logits with the images in channels-last format.
 
-    Views of what a convolution returns may fail in it.
+    A model that takes views of a convolution's result may fail in that format.
     """
     if not wants_channels_last(first.rows):
         return False
@@ -208,23 +222,23 @@ def _takes_channels_last(model: nn.Module, first: FirstSample, selected: dict[st
     return not isinstance(same, Fallback) and same
 
 
-# Checks of Jacobian-vector products, before any of them is trusted.
+# Checking Jacobian-vector products before any of them is used.
 
 
 def find_jvp_function(probe: SketchProbe, check_rows: CheckRows, tangent: Tangent) -> JvpFunction:
-    """The first function that gives plain autograd's derivative for all check rows.
+    """Choose the first of `JVP_FUNCTIONS` that agrees with plain autograd on all check rows.
 
     Args:
-        probe: what is known of the model.
-        check_rows: rows with their gradients.
-        tangent: whose products are compared.
+        probe: the model's probe.
+        check_rows: rows with their gradients by plain autograd.
+        tangent: the tangent s to check with.
 
     Raises:
-        QualmsError: if none does.
+        QualmsError: if none of the functions agrees.
     """
     reasons: list[str] = []
     for name, function in JVP_FUNCTIONS.items():
-        compare = partial(_difference, function, probe, check_rows, tangent)
+        compare = partial(_describe_mismatch, function, probe, check_rows, tangent)
         why = attempt("push a tangent through the model", compare)
         if why is None:
             return function
@@ -235,16 +249,19 @@ def find_jvp_function(probe: SketchProbe, check_rows: CheckRows, tangent: Tangen
     )
 
 
-def _difference(
+def _describe_mismatch(
     function: JvpFunction, probe: SketchProbe, check_rows: CheckRows, tangent: Tangent
 ) -> str | None:
-    """How v·(J s) of a row differs from ⟨Jᵀv, s⟩, or None if they agree for all check rows.
+    """Compare v·(J s) with ⟨Jᵀv, s⟩ for all check rows, for a random direction v of the logits.
 
     Args:
-        function: gives J s.
-        probe: what is known of the model.
+        function: computes J s.
+        probe: the model's probe.
         check_rows: rows with Jᵀv by plain autograd.
-        tangent: s.
+        tangent: the tangent s.
+
+    Returns:
+        A message with the first two values that differ by more than rounding; None if all agree.
     """
     for row, gradient in check_rows:
         z, dz = function(check_rows.model, probe.reformat(row), tangent)
@@ -258,19 +275,19 @@ def _difference(
         tolerance = DIFFERENCE_TOLERANCE
         if function is forward_mode:
             tolerance = tolerance_of(coarser(dz.dtype, probe.precision))
-        size = max(square**0.5, abs(want))
-        if not abs(have - want) <= tolerance * size:
+        magnitude = max(square**0.5, abs(want))
+        if not abs(have - want) <= tolerance * magnitude:
             return f"it gives {have:.3g}, plain autograd {want:.3g}"
     return None
 
 
 @dataclass
 class CheckedJvp:
-    """A function that serves the rows of one batch, and what it gives for the first tangent.
+    """How to compute J s for one batch, and the products for the first tangent.
 
     Attributes:
-        function: takes all rows at once, or one at a time where they influence each other.
-        first: the products with the tangent that they were checked with.
+        function: computes J s with all rows at once, or one at a time if rows influence each other.
+        first: logits and products with the tangent that the batch was checked with.
     """
 
     function: JvpFunction
@@ -285,15 +302,15 @@ def check_batches(
     tangent: Tangent,
     cache: PlanCache,
 ) -> list[CheckedJvp]:
-    """How each batch gets its products: all rows at once, unless they influence each other.
+    """Check each batch, and decide whether its rows can run at once or must run one at a time.
 
     Args:
-        function: gives the products of a batch.
-        model: inside `preserve_state`.
-        probe: what is known of the model.
-        batches: the rows that run together.
-        tangent: what they are checked with.
-        cache: where the user is warned that rows run one at a time.
+        function: computes J s of a batch.
+        model: the model, inside `preserve_state`.
+        probe: the model's probe.
+        batches: the batches of rows.
+        tangent: the tangent s to check with.
+        cache: cache that warns the user, once, if rows run one at a time.
     """
 
     def run_together(model_input: ModelInput) -> Jvp:
@@ -307,15 +324,15 @@ def check_batches(
         if num_samples(model_input.batch) == 1:
             checked.append(CheckedJvp(function, function(model, model_input, tangent)))
             continue
-        found = attempt("push a tangent through a batch", partial(run_together, model_input))
-        if isinstance(found, Fallback):
-            # If the model itself is at fault, a row on its own will show it.
-            cache.warn_slow(found)
+        together = attempt("push a tangent through a batch", partial(run_together, model_input))
+        if isinstance(together, Fallback):
+            # If the model itself fails, not the batching, the rows one by one raise its error.
+            cache.warn_slow(together)
             first = one_by_one(model, model_input, tangent)
             _require_repeatable_rows(model, model_input)
             checked.append(CheckedJvp(one_by_one, first))
         else:
-            checked.append(CheckedJvp(function, found))
+            checked.append(CheckedJvp(function, together))
     return checked
 
 
@@ -327,15 +344,15 @@ def _require_independent_rows(
     tangent: Tangent,
     together: Jvp,
 ) -> None:
-    """Raise `NotBatchable` if rows give something else in other batches than all together.
+    """Raise `NotBatchable` if logits or J s of a row depend on the batch that the row runs in.
 
     Args:
-        function: gives the products of a batch.
-        model: inside `preserve_state`.
-        probe: what is known of the model.
-        model_input: the rows.
-        tangent: s.
-        together: the products of all rows in one batch.
+        function: computes J s of a batch.
+        model: the model, inside `preserve_state`.
+        probe: the model's probe.
+        model_input: the batch of rows.
+        tangent: the tangent s.
+        together: logits and J s of all rows in one batch.
     """
     precision = together.logits.dtype
     if function is forward_mode:
@@ -354,25 +371,25 @@ def _require_independent_rows(
 
 
 def same_products(have: Jvp, want: Jvp, precision: torch.dtype) -> bool:
-    """Whether logits and products are the same but for rounding in a type of this precision."""
+    """Whether logits and J s are equal up to rounding in the type `precision`."""
     if not close_logits(have.logits, want.logits, precision):
         return False
     return close(have.derivative, want.derivative, precision)
 
 
 def _require_repeatable_rows(model: nn.Module, model_input: ModelInput) -> None:
-    """Raise an error if a row on its own gives other logits the second time."""
+    """Raise QualmsError if a second pass on a single row gives other logits."""
     for number in range(num_samples(model_input.batch)):
         row = model_input.take([number])
         require_repeatable(model, row, forward_logits(model, row))
 
 
 def _in_groups(function: JvpFunction, groups: int | None = None) -> JvpFunction:
-    """The same products, rows dealt into several batches.
+    """Wrap a function so that it runs the rows in several smaller batches, with J s in row order.
 
     Args:
-        function: gives the products of a batch.
-        groups: how many batches; None for each row on its own.
+        function: computes J s of a batch.
+        groups: number of batches that the rows are split into; None for one row per batch.
     """
 
     def run(model: nn.Module, model_input: ModelInput, tangent: Tangent) -> Jvp:

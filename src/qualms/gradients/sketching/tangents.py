@@ -1,7 +1,8 @@
-"""Random tangents on the weights.
+"""Random tangents on the weights: a random number for each entry of each parameter.
 
-A tangent is the same whenever it is drawn: the seed, its number and the names of the parameters
-decide it. The weights a_l of the layers are folded into it, s_l = a_l ξ_l for layer l.
+A tangent depends only on the seed, its number and the names of the parameters, so a tangent that
+was dropped can be drawn again. The weights a_l of the layers are factors of the tangent: s_l = a_l
+ξ_l for layer l, where ξ is the noise.
 """
 
 from collections.abc import Sequence
@@ -18,9 +19,9 @@ from qualms.gradients.settings import Sketch
 from qualms.gradients.sketching.projections import Law
 from qualms.random import generator
 
-TANGENT_STREAM = 1_000_000_007  # sets the draws of tangents apart from those of samples
-GOLDEN = 0x9E3779B97F4A7C15  # odd, and sets the generators of consecutive tangents far apart
-MIN_SIGNS = 4096  # entries of a parameter whose sum with random signs is as good as normal
+TANGENT_STREAM = 1_000_000_007  # makes the draws of tangents independent of those of samples
+GOLDEN = 0x9E3779B97F4A7C15  # odd; distance between the seeds of consecutive tangents
+MIN_SIGNS = 4096  # entries from which on a sum with random signs is close enough to normal
 
 Tangent = dict[str, Tensor]  # by the parameter's name
 WeightedLayer = tuple[Sequence[str], float]  # the names of its parameters, and its weight a_l
@@ -28,21 +29,21 @@ WeightedLayer = tuple[Sequence[str], float]  # the names of its parameters, and 
 
 @dataclass(frozen=True)
 class TangentDistribution:
-    """How tangents are drawn.
+    """The distribution of tangents, from which a tangent is drawn by its number.
 
-    Large parameters get random signs ±a_l under the normal law, small ones normal numbers. Under
-    the Cauchy law all of a layer's normal numbers are divided by one more, common to the layer; for
-    L1 norms every entry is Cauchy of its own.
+    Under the normal law, large parameters get random signs ±a_l and small ones normal numbers.
+    Under the Cauchy law all parameters get normal numbers, which are divided by one more normal
+    number for each layer; for L1 norms every entry is an independent Cauchy number instead.
 
     Attributes:
-        like: the parameters.
-        layers: their layers, with weights.
-        law: of the projections.
-        l1: whether they estimate L1 norms.
-        seed: decides the draws.
+        parameters: the parameters that tangents are drawn for, by name.
+        layers: the names of each layer's parameters, with the layer's weight a_l.
+        law: distribution of a gradient's projection on a tangent.
+        l1: whether the projections estimate L1 norms.
+        seed: seed of the draws.
     """
 
-    like: dict[str, Tensor]
+    parameters: dict[str, Tensor]
     layers: Sequence[WeightedLayer]
     law: Law
     l1: bool
@@ -50,15 +51,16 @@ class TangentDistribution:
 
     @property
     def nbytes(self) -> int:
-        """The size of one tangent."""
-        return sum(p.nbytes for p in self.like.values())
+        """Bytes of one tangent."""
+        return sum(p.nbytes for p in self.parameters.values())
 
     def draw(self, number: int, out: Tangent | None = None) -> Tangent:
         """Draw one tangent.
 
         Args:
-            number: which one.
-            out: where it is written, by name; new tensors by default.
+            number: number of the tangent.
+            out: contiguous tensors that the tangent is written to, by the parameter's name; new
+                ones by default.
         """
         drawn: Tangent = {}
         for names, weight in self.layers:
@@ -82,43 +84,45 @@ class TangentDistribution:
         return drawn
 
     def _new(self, name: str) -> Tensor:
-        return torch.empty_like(self.like[name], memory_format=torch.contiguous_format)
+        """Allocate a contiguous tensor for a parameter's part of a tangent."""
+        return torch.empty_like(self.parameters[name], memory_format=torch.contiguous_format)
 
 
 @dataclass
 class Tangents:
-    """Random tangents that are drawn when they are asked for.
+    """Random tangents, drawn when they are needed and kept within a limit of memory.
 
     Attributes:
-        distribution: how they are drawn.
-        room: bytes that may be kept, either as single tangents or as a stack of several.
+        distribution: distribution that tangents are drawn from.
+        room: bytes of tangents that may be kept, either as single tangents or as a stack.
+        stack_range: the first number in the stack, and the last one plus 1.
     """
 
     distribution: TangentDistribution
     room: int = 0
     _single: dict[int, Tangent] = field(default_factory=dict)
-    _stack: Tangent = field(default_factory=dict)  # [k, …], where several are put side by side
-    stack_range: tuple[int, int] = (0, 0)  # the numbers of those in the stack
+    _stack: Tangent = field(default_factory=dict)  # k tangents, [k, …] for each parameter
+    stack_range: tuple[int, int] = (0, 0)
 
     @property
     def law(self) -> Law:
-        """The distribution of projections on them."""
+        """Distribution of a gradient's projection on a tangent."""
         return self.distribution.law
 
     @property
-    def like(self) -> dict[str, Tensor]:
-        """The parameters that they are tangents on."""
-        return self.distribution.like
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters that tangents are drawn for, by name."""
+        return self.distribution.parameters
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is kept."""
+        """Bytes of the tangents that are kept."""
         tangents = (self._stack, *self._single.values())
         return sum(_nbytes(tangent) for tangent in tangents)
 
     @property
     def stack_size(self) -> int:
-        """How many fit into `room`."""
+        """Number of tangents that fit into `room`."""
         return self.room // max(1, self.distribution.nbytes)
 
     def __getitem__(self, number: int) -> Tangent:
@@ -130,17 +134,17 @@ class Tangents:
         return drawn
 
     def stack(self, start: int, stop: int) -> Tangent:
-        """Tangents number `start` to `stop - 1`, [k, …] for each parameter.
+        """Return the tangents `start` to `stop - 1` as a stack, [k, …] for each parameter.
 
-        They are valid until the next ones are asked for. Others are drawn anew: writing signs into
-        memory at hand takes no longer than copying what was kept.
+        The stack is overwritten by the next call for other numbers, which draws them: writing signs
+        into allocated memory takes no longer than copying kept tangents would.
         """
         if not self._stack:
             self._single.clear()
-            for name, p in self.like.items():
+            for name, p in self.parameters.items():
                 self._stack[name] = p.new_empty(self.stack_size, *p.shape).detach()
         if self.stack_range != (start, stop):
-            self.stack_range = 0, 0  # none, if a draw fails
+            self.stack_range = 0, 0  # stays so if a draw fails
             for number in range(start, stop):
                 places = {name: s[number - start] for name, s in self._stack.items()}
                 self.distribution.draw(number, places)
@@ -149,6 +153,7 @@ class Tangents:
 
 
 def _nbytes(tangent: Tangent) -> int:
+    """Return the bytes of a tangent."""
     return sum(s.nbytes for s in tangent.values())
 
 
@@ -159,22 +164,22 @@ def tangents_of_layers(
     add_norms: bool = False,
     room: int = 0,
 ) -> Tangents:
-    """Tangents on some layers.
+    """Set up tangents on the given layers; none is drawn yet.
 
     Args:
-        request: its settings say which norm is estimated, and the seed.
-        layers: the names of their parameters, and their weights a_l.
-        add_norms: whether a projection's scale is Σ_l a_l ‖g_l‖, not (Σ_l a_l² ‖g_l‖²)^½.
+        request: the request; its settings have the norm to estimate and the seed.
+        layers: the names of each layer's parameters, with the layer's weight a_l.
+        add_norms: whether the projections estimate Σ_l a_l ‖g_l‖ instead of (Σ_l a_l² ‖g_l‖²)^½.
         room: bytes of tangents that may be kept.
     """
     l1 = request.settings.norm == "l1"
     law: Law = "cauchy" if l1 or add_norms else "normal"
-    like: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
     for names, _ in layers:
         for name in names:
-            like[name] = request.selected[name]
+            parameters[name] = request.selected[name]
     seed = request.settings.seed
-    return Tangents(TangentDistribution(like, layers, law, l1, seed), room)
+    return Tangents(TangentDistribution(parameters, layers, law, l1, seed), room)
 
 
 def tangents_of_model(
@@ -183,13 +188,14 @@ def tangents_of_model(
     lam: float | None,
     cache: PlanCache,
 ) -> Tangents:
-    """Tangents on the whole model, made once for each λ.
+    """Set up tangents on the whole model, once for each λ; later calls return the same object.
 
     Args:
-        request: its settings say how layers are combined.
-        counted: the parameters that count, in the model's order.
-        lam: layer l is weighted by exp(λ(l - L)); None for no weights.
-        cache: where the tangents are kept, with at most a quarter of the budget for all of them.
+        request: the request; its settings say how layers are combined.
+        counted: names of the parameters that count, in the model's order.
+        lam: λ of the layer weights exp(λ(l - L)), where L is the last layer; None for no weights.
+        cache: cache that the tangents are kept in; all tangents in it take at most a quarter of the
+            memory budget.
     """
 
     def make() -> Tangents:
@@ -199,7 +205,7 @@ def tangents_of_model(
         layers = list(zip(groups.values(), weights, strict=True))
         sketch = settings.sketch or Sketch()
         add_norms = sketch.combine == "sum" and lam is not None
-        others = [found for found in cache.found.values() if isinstance(found, Tangents)]
+        others = [entry for entry in cache.found.values() if isinstance(entry, Tangents)]
         room = request.budget // 4 - sum(other.nbytes for other in others)
         room = max(0, room)
         return tangents_of_layers(request, layers, add_norms=add_norms, room=room)
@@ -208,21 +214,21 @@ def tangents_of_model(
 
 
 def write_signs(place: Tensor, scale: float, noise: torch.Generator) -> None:
-    """Write ±scale into every entry of a contiguous tensor, eight at a time by a random byte.
+    """Write ±scale into every entry of a contiguous tensor, eight entries for each random byte.
 
-    Normal numbers take ten times longer. For signs s, too, E (s·g)² = ‖g‖², with a variance of
-    2 (‖g‖⁴ - Σ g_i⁴): no more than normal numbers give.
+    Normal numbers take ten times longer. Random signs s have E (s·g)² = ‖g‖² as well, with a
+    variance of 2 (‖g‖⁴ - Σ g_i⁴), which is no larger than that of normal numbers.
 
     Args:
-        place: the tensor.
-        scale: the size of its entries.
-        noise: where the signs come from.
+        place: tensor to overwrite.
+        scale: absolute value of the entries.
+        noise: generator of the random bytes.
     """
     num_words = -(-place.numel() // 64)
     words = torch.empty(num_words, dtype=torch.int64)
     words.random_(-(2**63), None, generator=noise)
     octets = words.view(torch.uint8)
-    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1  # of each byte, [256, 8]
     signs_of_octet = (bits * 2 - 1).to(place).mul_(scale)
     index = octets.int().to(place.device)
     flat = place.view(-1)
@@ -234,15 +240,15 @@ def write_signs(place: Tensor, scale: float, noise: torch.Generator) -> None:
 
 
 def _generator(seed: int, name: str, number: int) -> torch.Generator:
-    """The generator of one parameter's part of one tangent."""
+    """Seed the generator of one parameter's part of one tangent."""
     state = _first_state(seed, name) + number * GOLDEN
     return torch.Generator().manual_seed(state % 2**64)
 
 
 @lru_cache(maxsize=2**14)
 def _first_state(seed: int, name: str) -> int:
-    """Where the tangents of one parameter begin.
+    """Return the seed of a parameter's part of tangent number 0.
 
-    Kept, since mixing a name's letters takes longer than a small draw.
+    Cached, since hashing a name takes longer than a small draw.
     """
     return generator(seed, TANGENT_STREAM, *name.encode()).initial_seed()

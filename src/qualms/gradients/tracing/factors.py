@@ -23,19 +23,20 @@ from torch.autograd.graph import GradientEdge
 
 from qualms.gradients.batch import NotBatchable
 from qualms.gradients.precision import at_least_float32
-from qualms.gradients.tracing.outer_product import Outer, OuterSizes, released
+from qualms.gradients.tracing.outer_product import Outer, OuterSizes, raise_released
 from qualms.gradients.tracing.param_use import Weights, slice_of
 from qualms.gradients.tracing.sample_axis import Layout
 
 
 @dataclass(frozen=True)
 class Summed:
-    """A gradient that is written out.
+    """A gradient that is always written out in full, as those of biases and scales.
 
     Args:
-        write: from the cotangents at the factor's edges to the gradients [b, *target.shape].
-        numel: how many numbers one sample's gradient has.
-        multiplications: how many of them it takes, if more than it has numbers.
+        write: maps the cotangents at the factor's edges to the gradients [b, *target.shape].
+        numel: number of entries of one sample's gradient.
+        multiplications: number of multiplications for one sample's gradient; counted as `numel` if
+            smaller.
     """
 
     write: Callable[[list[Tensor | None]], Tensor]
@@ -44,18 +45,24 @@ class Summed:
 
     @property
     def work(self) -> int:
-        """Multiplications of one sample's gradient, and of its operation's forward pass."""
+        """Multiplications for one sample's gradient; the operation's forward pass takes as many."""
         return max(self.numel, self.multiplications)
 
     def without_graph(self) -> "Summed":
-        """The size alone, without the tensors of a forward pass that this leads to."""
-        return Summed(released, self.numel, self.multiplications)
+        """Keep the sizes alone: `write` refers to tensors of a forward pass, which are freed."""
+        return Summed(raise_released, self.numel, self.multiplications)
 
     @classmethod
     def from_cotangent(
         cls, write: Callable[[Tensor], Tensor], numel: int, multiplications: int = 0
     ) -> "Summed":
-        """A gradient that is made from the cotangent of a single edge."""
+        """Build a gradient that depends on the cotangent of a single edge.
+
+        Args:
+            write: maps that cotangent to the gradients [b, *target.shape].
+            numel: number of entries of one sample's gradient.
+            multiplications: number of multiplications for one sample's gradient.
+        """
 
         def write_single(cotangents: list[Tensor | None]) -> Tensor:
             (d,) = cotangents
@@ -72,13 +79,13 @@ class Summed:
         target: Tensor,
         scale: Callable[[], Tensor] | None = None,
     ) -> "Summed":
-        """Σ_t δ_t s_t over all axes but the last ones, which the parameter has.
+        """Build Σ_t δ_t s_t for a parameter in the shape of the last axes: others are summed over.
 
         Args:
-            samples: b.
-            layout: of the cotangent.
+            samples: number of samples, b.
+            layout: which axis of the cotangent δ [..., *target.shape] counts the rows.
             target: the parameter.
-            scale: gives s, in the cotangent's shape; 1 by default.
+            scale: returns s, in the cotangent's shape; 1 by default.
         """
 
         def write(d: Tensor) -> Tensor:
@@ -97,37 +104,39 @@ class Summed:
         *,
         space: int,
     ) -> "Summed":
-        """Σ_t δ_t s_t over rows and space, for each channel of [n, channel, *space].
+        """Build Σ_t δ_t s_t for a parameter with one entry per channel: rows and space are summed.
 
         Args:
-            samples: b.
-            layout: of the cotangent.
+            samples: number of samples, b.
+            layout: which axis of the cotangent δ [n, channel, *space] counts the rows.
             target: the parameter.
-            scale: gives s, in the cotangent's shape; 1 by default.
+            scale: returns s, in the cotangent's shape; 1 by default.
             space: number of spatial axes.
         """
 
         def write(d: Tensor) -> Tensor:
-            each = _scale(d, scale)
+            scaled = _scale(d, scale)
             if space:
-                each = each.sum(tuple(range(-space, 0)))
-            of_rows = layout.leading(each).reshape(samples, -1, each.shape[-1])
+                scaled = scaled.sum(tuple(range(-space, 0)))
+            of_rows = layout.leading(scaled).reshape(samples, -1, scaled.shape[-1])
             return of_rows.sum(1).reshape(-1, *target.shape)
 
         return cls.from_cotangent(write, target.numel())
 
     @classmethod
     def row_parts(cls, layout: Layout, samples: int, shape: torch.Size) -> "Summed":
-        """The cotangent of a copy that has a part for each row: add the parts of a sample's rows.
+        """Build the gradient of a batched copy of the parameter: sums the parts of a sample's rows.
+
+        A model may repeat a parameter to [rows, ...] before use, such as a class token.
 
         Args:
-            layout: of the copy.
-            samples: b.
-            shape: of one row's part.
+            layout: which axis of the copy counts the rows.
+            samples: number of samples, b.
+            shape: shape of one row's part, which is the parameter's.
         """
 
         def write(d: Tensor) -> Tensor:
-            leading = at_least_float32(layout.leading(_dense(d)))
+            leading = at_least_float32(layout.leading(_require_dense(d)))
             if layout.axis is None:
                 return leading.reshape(samples, *shape)
             # The parts of one row follow each other on the axis: put the axis back, then add the
@@ -140,12 +149,12 @@ class Summed:
 
     @classmethod
     def broadcast(cls, layout: Layout, samples: int, shape: torch.Size) -> "Summed":
-        """The cotangent of a copy that was expanded along the row axis: add all of a sample's.
+        """Build the gradient of a parameter that was expanded along the row axis: sums over rows.
 
         Args:
-            layout: of the operation's result.
-            samples: b.
-            shape: of the parameter.
+            layout: which axis of the operation's result counts the rows.
+            samples: number of samples, b.
+            shape: shape of the parameter.
         """
 
         def write(d: Tensor) -> Tensor:
@@ -156,44 +165,49 @@ class Summed:
         return cls.from_cotangent(write, shape.numel())
 
     @classmethod
-    def row_copies(cls, samples: int, shape: torch.Size) -> "Summed":
-        """One cotangent for the copy that each row has for itself.
+    def from_row_copies(cls, samples: int, shape: torch.Size) -> "Summed":
+        """Build the gradient for an operation that is run row by row.
+
+        Each row has its own copy of the parameter, so there is one cotangent per row (None if the
+        row's result is unused). The cotangents of a sample's rows are summed.
 
         Args:
-            samples: b.
-            shape: of the parameter.
+            samples: number of samples, b.
+            shape: shape of the parameter.
         """
 
         def write(cotangents: list[Tensor | None]) -> Tensor:
-            zero = torch.zeros_like(_dense(next(d for d in cotangents if d is not None)))
-            each = [zero if d is None else d for d in cotangents]
-            of_samples = at_least_float32(torch.stack(each)).unflatten(0, (samples, -1))
+            first_used = next(d for d in cotangents if d is not None)
+            zero = torch.zeros_like(_require_dense(first_used))
+            of_rows = [zero if d is None else d for d in cotangents]
+            of_samples = at_least_float32(torch.stack(of_rows)).unflatten(0, (samples, -1))
             return of_samples.sum(1).reshape(samples, *shape)
 
         return cls(write, shape.numel())
 
 
-def _dense(d: Tensor) -> Tensor:
-    """The cotangent of a copy; an error if it is sparse, as that of `EmbeddingBag` may be."""
+def _require_dense(d: Tensor) -> Tensor:
+    """Return a cotangent, or raise NotBatchable if it is sparse, as `EmbeddingBag` may make it."""
     if d.layout != torch.strided:
         raise NotBatchable("the gradient of a parameter is a sparse tensor")
     return d
 
 
 def _scale(d: Tensor, scale: Callable[[], Tensor] | None) -> Tensor:
+    """Multiply a cotangent δ by s, in at least 32 bits."""
     d = at_least_float32(d)
     return d if scale is None else d * scale()
 
 
 @dataclass(frozen=True)
 class GradFactor:
-    """What one use of a parameter adds to its gradient.
+    """The contribution of one use of a parameter to the parameter's gradient.
 
     Args:
-        target: a parameter, or a tensor computed from parameters alone, as it is when the model
-            runs on one row.
-        edges: the places in the graph whose cotangents the gradient is made from.
-        gradient: how it is made from them.
+        target: the parameter, or a tensor computed from parameters alone, with the value that it
+            has when the model runs on one row.
+        edges: the edges of the autograd graph whose cotangents determine the contribution.
+        gradient: computes the contribution from the cotangents at `edges`.
     """
 
     target: Tensor
@@ -201,25 +215,25 @@ class GradFactor:
     gradient: Outer | Summed
 
     def without_graph(self) -> "GradFactor":
-        """The target and the size of the gradient: what is kept without the forward pass."""
+        """Keep the target and the gradient's sizes alone, so that the forward pass is freed."""
         return GradFactor(self.target, (), self.gradient.without_graph())
 
 
-# Matrices kept in one parameter, such as those of all experts: each matrix W[e] has a factor of its
-# own. Together they are one `Outer` with a group for each, so that the parameter's gradient, zero
-# but for the experts that were asked, need not be written out for its norm.
+# A parameter W may stack several matrices W[e], such as those of all experts. Each use of a W[e]
+# adds a factor. These are merged into one `Outer` with a group for each matrix: the gradient of W
+# is zero but for the experts that ran, and its norm does not need it written out.
 
 
 def merge_slices(factors: Sequence[GradFactor], weights: Weights) -> list[GradFactor]:
-    """The same factors, those of different matrices W[e] of one parameter merged into one."""
+    """Merge the factors of different matrices W[e] of one parameter; other factors stay as is."""
     slices: dict[str, dict[int, GradFactor]] = {}
     others: list[GradFactor] = []
     for factor in factors:
-        place = slice_of(factor.target, weights)
-        if place is None:
+        name_and_index = slice_of(factor.target, weights)
+        if name_and_index is None:
             others.append(factor)
             continue
-        name, number = place
+        name, number = name_and_index
         of_parameter = slices.setdefault(name, {})
         if number in of_parameter or not _can_merge(factor):
             others.append(factor)
@@ -234,24 +248,35 @@ def merge_slices(factors: Sequence[GradFactor], weights: Weights) -> list[GradFa
 
 
 def _can_merge(factor: GradFactor) -> bool:
+    """Whether a factor is a plain sum of outer products: one group, one cotangent."""
     gradient = factor.gradient
     return isinstance(gradient, Outer) and gradient.sizes.groups == 1 and len(factor.edges) == 1
 
 
 @dataclass
 class MergedOuter(Outer):
-    """The gradients of slices W[e] of one parameter: a cotangent and a group for each."""
+    """The gradient of a parameter W through its slices W[e]: a group and a cotangent for each.
+
+    Args:
+        outers: the gradient of each slice, in the order of the cotangents.
+    """
 
     outers: Sequence[Outer] = ()
 
     @classmethod
     def of(cls, slices: dict[int, GradFactor], target: Tensor) -> "MergedOuter":
-        """Merge the gradients of `target[number]`, by that number."""
+        """Merge the gradients of several slices; pads each to the same number of positions.
+
+        Args:
+            slices: from e to the factor of W[e].
+            target: the parameter W [e, ...].
+        """
         numbers = list(slices)
         outers: list[Outer] = []
         for factor in slices.values():
             assert isinstance(factor.gradient, Outer)
             outers.append(factor.gradient)
+        max_positions = max(outer.sizes.positions for outer in outers)
 
         def arrange(grad: Float[Tensor, "b g o f"]) -> Tensor:
             parts = [outer.arrange(grad[:, [g]]) for g, outer in enumerate(outers)]
@@ -260,29 +285,32 @@ class MergedOuter(Outer):
             return whole
 
         def activations() -> Tensor:
-            return _side_by_side([outer.activation_matrix for outer in outers], most)
+            return _stack_groups([outer.activation_matrix for outer in outers], max_positions)
 
         first = outers[0]
-        most = max(outer.sizes.positions for outer in outers)
         _, out_features, in_features, _ = first.sizes
-        sizes = OuterSizes(most, out_features, in_features, len(outers))
+        sizes = OuterSizes(max_positions, out_features, in_features, groups=len(outers))
         return cls(first.grad_outputs, activations, arrange, first.samples, sizes, outers=outers)
 
     def delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
-        """The factor δ that a cotangent gives; zero for a matrix that it does not reach."""
+        """Compute the factor δ of the merged gradient.
+
+        Args:
+            cotangents: one for each slice; None if the result of the slice is unused, and δ is 0.
+        """
         deltas: list[Tensor | None] = []
         for outer, d in zip(self.outers, cotangents, strict=True):
             deltas.append(None if d is None else outer.delta([d]))
-        some = next(delta for delta in deltas if delta is not None)
-        nothing = some.new_zeros(len(some), 0, some.shape[2])
-        known = [nothing if delta is None else delta for delta in deltas]
-        return self._by_position(_side_by_side(known, self.sizes.positions))
+        first_used = next(delta for delta in deltas if delta is not None)
+        no_positions = first_used.new_zeros(len(first_used), 0, first_used.shape[2])
+        of_slices = [no_positions if delta is None else delta for delta in deltas]
+        return self._by_position(_stack_groups(of_slices, self.sizes.positions))
 
 
-def _side_by_side(
+def _stack_groups(
     factors: Sequence[Float[Tensor, "b _ f"]], positions: int
 ) -> Float[Tensor, "b t g f"]:
-    """One group for each factor, with zeros at positions that it does not have."""
+    """Stack factors as groups, each padded with zeros to the same number of positions."""
     groups: list[Tensor] = []
     for factor in factors:
         groups.append(F.pad(factor, (0, 0, 0, positions - factor.shape[1])))

@@ -1,5 +1,6 @@
-"""One operation on parameters and input as a rule sees it, with the general paths for what no rule
-covers.
+"""One operation on parameters and input, as it is passed to a rule.
+
+It also has the general paths for operations that no rule covers.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class OpCall:
     A rule runs it with `run`, and adds a `GradFactor` for each parameter with `add_factor`.
 
     Args:
-        recorder: what traces the forward pass.
-        func: the operation.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        use: the operation's place in the forward pass.
+        recorder: the recorder of this forward pass.
+        func: the operation, a function of torch.
+        args: the operation's positional arguments.
+        kwargs: the operation's keyword arguments.
+        use: the operation's name, parameters and place in the forward pass.
     """
 
     recorder: Recorder
@@ -65,24 +66,27 @@ class OpCall:
         return isinstance(t, Tensor) and self.recorder.is_param(t)
 
     def run(self) -> Any:
-        """Run the operation as it is, on copies of its parameters that nothing else may use."""
+        """Run the operation on detached copies of its parameters, and return its result.
+
+        So the gradient of the parameters comes from the rule's factor alone, not from autograd.
+        """
         copies, before = self._param_copies()
         out = self._run_with(copies)
-        # A change in place of a view would lead the graph around the edge that a rule takes hold
-        # of.
+        # If the result is a view and is changed in place later, autograd replaces its node, and the
+        # edge that a rule has taken of it gets no cotangent.
         if out._is_view():
             out = out.clone()
         self.recorder.reach.enclose(out.grad_fn, before)
         return out
 
     def run_for_rows(self, part_of: Callable[[Tensor], Tensor]) -> Any:
-        """Run the operation with its tensors replaced by those of a row, or by copies for each row.
+        """Run the operation with its tensors replaced, for one row or with a copy for each row.
 
         Args:
-            part_of: gives what replaces a tensor; the tensor itself if nothing does.
+            part_of: maps each tensor among the arguments to its replacement, or to itself.
 
         Raises:
-            NotBatchable: if the operation does not take the shapes of what replaces its tensors.
+            NotBatchable: if the operation does not take the shapes of the replacements.
         """
         args, kwargs = each_tensor((self.args, self.kwargs), part_of)
         try:
@@ -91,7 +95,7 @@ class OpCall:
             raise
         except RuntimeError as error:  # torch's error for shapes has no type of its own
             if self.recorder.trace_pair is None:
-                raise  # the first row by itself: nothing was replaced by another shape
+                raise  # tracing one row: no shape was replaced, so the model is at fault
             raise NotBatchable(
                 f"{self.use.name} cannot run on one row at a time: {reason(error)}"
             ) from error
@@ -99,12 +103,12 @@ class OpCall:
     def add_factor(
         self, target: Tensor, edges: Sequence[GradientEdge], gradient: Outer | Summed
     ) -> None:
-        """Record how a parameter's gradient follows from the cotangents at some edges.
+        """Record how a parameter's gradient follows from the cotangents at edges of the graph.
 
         Args:
             target: a tensor for which `is_param` holds.
-            edges: the places in the graph whose cotangents are needed.
-            gradient: makes the gradient from them.
+            edges: the edges of the autograd graph whose cotangents determine the gradient.
+            gradient: computes the gradient from these cotangents.
         """
         if id(target) not in self.recorder.weights.names:
             target = self._same_for_all_rows(target)
@@ -113,7 +117,7 @@ class OpCall:
     # Which part of a tensor belongs to which row.
 
     def layout(self, t: Tensor) -> Layout | None:
-        """Where `t`, an argument of this call, keeps its rows; None if it is the same for all."""
+        """Find which axis of an argument counts the rows; None if no axis does."""
         if self.recorder.trace_pair is None:
             return Layout()
         place = self.use.place_of(t)
@@ -121,11 +125,11 @@ class OpCall:
         return infer_layout(one.arguments[place], two.arguments[place], t.shape, self.rows)
 
     def input_layout(self, t: Tensor) -> Layout | None:
-        """The layout of an argument that depends on the input; None if `t` does not."""
+        """Return the layout of an argument, or None if it is computed from parameters alone."""
         return None if self.is_param(t) else self.layout(t)
 
     def result_layout(self, place: int = 0) -> Layout | None:
-        """Where the result number `place` keeps its rows; None if it is the same for all."""
+        """Find which axis of result number `place` counts the rows; None if no axis does."""
         if self.recorder.trace_pair is None:
             return Layout()
         one, two = self._uses_in_pair()
@@ -136,16 +140,17 @@ class OpCall:
         return infer_layout(one.results[place], two.results[place], None, self.rows)
 
     def result_ndim(self) -> int:
-        """The number of axes of the result."""
+        """Return the number of axes of the first result."""
         return self._uses_in_pair()[0].results[0].ndim
 
     def on_one_row(self, t: Tensor) -> Tensor:
-        """The argument in t's place when the model runs on a single row."""
+        """Return the argument in the place of `t` from the pass over a single row."""
         if self.recorder.trace_pair is None:
             return t
         return self._uses_in_pair()[0].arguments[self.use.place_of(t)]
 
     def _uses_in_pair(self) -> tuple[ParamUse, ParamUse]:
+        """Return this use in the traces on one row and on two, or raise NotBatchable."""
         assert self.recorder.trace_pair is not None
         uses = self.recorder.trace_pair.find(self.use)
         number = len(self.use.arguments)
@@ -154,11 +159,14 @@ class OpCall:
         return uses
 
     def _same_for_all_rows(self, derived: Tensor) -> Tensor:
-        """What stands in for `derived` on one row.
+        """Return the value of `derived` on one row, after checking that all rows have the same.
+
+        Args:
+            derived: a tensor computed from parameters alone, as far as the recorder sees.
 
         Raises:
-            NotBatchable: if some row of it is different, so that it depends on the input. An
-                input's way around the function mode (a script, numpy, a Python number) ends here.
+            NotBatchable: if rows differ, so that the tensor depends on the input past the recorder:
+                through TorchScript, numpy or a Python number.
         """
         alone = self.on_one_row(derived)
         layout = self.layout(derived)
@@ -177,8 +185,8 @@ class OpCall:
     def run_on_copies(self) -> Any:
         """Run the operation on copies of its parameters that keep the rows' gradients separate.
 
-        A tensor that was expanded to a batch already has a part of its own for each row. For
-        anything else the operation runs one row at a time, each with its own copy.
+        If every parameter was expanded to a batch before, one copy has a part for each row already.
+        Else the operation runs one row at a time, with a new copy of the parameters for each row.
         """
         used = [t for t in self.use.arguments if self.is_param(t)]
         layouts = [self.layout(t) for t in used]
@@ -198,8 +206,9 @@ class OpCall:
         """Run the operation where no axis of its result counts the rows (see `sample_ids.py`).
 
         Args:
-            gradients: for parameters, by id, how their gradients follow once the samples of the
-                result's entries are known; for all others the operation's own derivative serves.
+            gradients: from the id of a parameter to a function that builds its gradient once the
+                samples of the result's entries are known. Without one, the gradient comes from
+                autograd's derivative of the operation.
         """
         used = [t for t in self.use.arguments if self.is_param(t)]
         copies, before = self._param_copies()
@@ -210,22 +219,22 @@ class OpCall:
         if len(results) == 1:
             self.recorder.reach.enclose(results[0].grad_fn, before)
         edges = tuple(get_gradient_edge(t) for t in results)
-        how: dict[int, Callable[[SampleIds], Outer | Summed]] = dict(gradients or {})
+        builders: dict[int, Callable[[SampleIds], Outer | Summed]] = dict(gradients or {})
         for key, copy in copies.items():
-            how.setdefault(key, partial(SampleIds.by_autograd, copy=copy))
-        op = UnbatchedOp(results, edges, [(t, how[id(t)]) for t in used])
+            builders.setdefault(key, partial(SampleIds.by_autograd, copy=copy))
+        op = UnbatchedOp(results, edges, [(t, builders[id(t)]) for t in used])
         self.recorder.unbatched_ops.append(op)
         if gradients is None:
             self._mark_without_rule(used)
         return out
 
     def _run_with(self, copies: dict[int, Tensor]) -> Any:
-        """Run the operation with some of its tensors, known by id, replaced."""
+        """Run the operation with the tensors whose ids are in `copies` replaced by these copies."""
         args, kwargs = each_tensor((self.args, self.kwargs), lambda t: copies.get(id(t), t))
         return run_function(self.func, args, kwargs)
 
     def _param_copies(self) -> tuple[dict[int, Tensor], list[Any]]:
-        """Leaves in place of the parameters, by id, and the graph nodes of all other arguments."""
+        """Make leaves in place of parameters, by id; list the other arguments' graph nodes."""
         copies: dict[int, Tensor] = {}
         nodes: list[Any] = []
         for t in self.use.arguments:
@@ -236,11 +245,12 @@ class OpCall:
         return copies, nodes
 
     def _mark_without_rule(self, used: list[Tensor]) -> None:
+        """Note that a use of the parameters behind these tensors has no rule."""
         for t in used:
             self.recorder.without_rule |= roots(t, self.recorder.weights)
 
     def _run_row_by_row(self, used: list[Tensor]) -> Any:
-        """Run the operation once per row on fresh copies of `used`, and join the results."""
+        """Run the operation once per row on new copies of the parameters `used`; join results."""
         if self.use.name.endswith("_") and not self.use.name.startswith("_"):
             raise NotBatchable(f"{self.use.name} changes its argument in place")
         layouts = {id(t): self.layout(t) for t in self.use.arguments}
@@ -257,12 +267,16 @@ class OpCall:
         outs = [self.run_for_rows(partial(part_of, row=row)) for row in range(self.rows)]
         for t in used:
             shape = self.on_one_row(t).shape
-            self.add_factor(t, edges_of[id(t)], Summed.row_copies(self.samples, shape))
+            self.add_factor(t, edges_of[id(t)], Summed.from_row_copies(self.samples, shape))
         self._mark_without_rule(used)
         return self._join(outs)
 
     def _join(self, outs: list[Any]) -> Any:
-        """Join the results of all rows where the batched operation would have put them."""
+        """Join the rows' results into what the operation on the whole batch would have returned.
+
+        Args:
+            outs: the result of each row, a tensor or nested tuples and lists of tensors.
+        """
         place = itertools.count()
 
         def join(parts: list[Any]) -> Any:

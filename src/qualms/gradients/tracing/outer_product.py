@@ -21,12 +21,13 @@ from torch import Tensor
 from qualms.gradients.precision import at_least_float32, beyond, inner_products, sum_of_squares
 from qualms.gradients.tracing.sample_axis import Layout
 
-LARGE = 2**22  # numbers in all windows of one sample: beyond that no copy of them is made
-CANCELLED = 1e-3  # of the sum without cancellation: less than that is computed again
+LARGE = 2**22  # entries of all windows of one sample; if there are more, they are not copied
+# A squared norm below this share of its sum without cancellation is computed again, more exactly.
+CANCELLED = 1e-3
 
 
-def released(*_: Any) -> Tensor:
-    """Stands in for a function that needs a forward pass which is no longer kept."""
+def raise_released(*_: Any) -> Tensor:
+    """Raise AssertionError: replaces functions that need a forward pass which was freed."""
     raise AssertionError("the forward pass was released")
 
 
@@ -37,7 +38,7 @@ def gram_is_cheaper(t: int, o: int, f: int, cotangents: int) -> bool:
         t: number of positions.
         o: number of features of δ.
         f: number of features of a.
-        cotangents: how many of them share the Gram matrix aaᵀ.
+        cotangents: number of cotangents that share the Gram matrix aaᵀ.
 
     Returns:
         True if t² (o + f / cotangents) < t o f.
@@ -46,7 +47,10 @@ def gram_is_cheaper(t: int, o: int, f: int, cotangents: int) -> bool:
 
 
 class SharedGram:
-    """δδᵀ for several gradients with the same factor δ, computed when first needed."""
+    """Computes δδᵀ once for gradients that share the factor δ, as W and U of a recurrent layer.
+
+    The matrix of the last cotangent is kept, and returned again as long as that cotangent comes.
+    """
 
     def __init__(self) -> None:
         self._cotangent: Callable[[], Tensor | None] = lambda: None
@@ -55,11 +59,11 @@ class SharedGram:
     def __call__(
         self, d: Float[Tensor, "bg t o"], deltas: list[Tensor | None]
     ) -> Float[Tensor, "bg t t"]:
-        """Return δδᵀ, from the last call if it was about the same cotangent.
+        """Return δδᵀ, kept from the last call if that had the same cotangent.
 
         Args:
             d: the factor δ.
-            deltas: the one cotangent that δ was made from.
+            deltas: the cotangent that δ was computed from, as the only entry of a list.
         """
         (cotangent,) = deltas
         assert cotangent is not None
@@ -70,6 +74,7 @@ class SharedGram:
 
 
 def _gram(d: Float[Tensor, "bg t o"], _: list[Tensor | None]) -> Float[Tensor, "bg t t"]:
+    """Compute δδᵀ; the default of `Outer.delta_gram`."""
     return torch.bmm(d, d.mT)
 
 
@@ -84,7 +89,7 @@ def in_out(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b f o"]:
 
 
 class OuterSizes(NamedTuple):
-    """How large the factors of one sample's gradient are."""
+    """The sizes of the factors δ and a of one sample's gradient: t, o, f, g."""
 
     positions: int
     out_features: int  # of δ
@@ -97,18 +102,18 @@ class Outer:
     """A gradient Σ_t δ_t ⊗ a_t for each group, written out only where that is cheaper.
 
     Args:
-        grad_outputs: from a cotangent to its factor δ [n, t, g, o]; n counts rows, or parts of rows
+        grad_outputs: maps a cotangent to its factor δ [n, t, g, o]; n counts rows, or parts of rows
             in order.
-        activations: gives the factor a [n, t, g, f] that all cotangents share; called when it is
+        activations: returns the factor a [n, t, g, f] that all cotangents share; called when a is
             first needed.
-        arrange: from the gradient as it is written, [b, g, o, f], to [b, *target.shape].
-        samples: b.
+        arrange: reshapes the gradient from [b, g, o, f] to [b, *target.shape].
+        samples: number of samples, b.
         sizes: (t, o, f, g), with positions counted for one sample.
-        fast_gram: gives aaᵀ [b·g, t, t] where that is cheaper than multiplying `activations` with
-            itself.
-        direct: writes the gradient [*target.shape] of a single sample from a cotangent, where
-            `activations` would be large.
-        delta_gram: from the factor δ, and the cotangents it comes from, to δδᵀ [b·g, t, t].
+        fast_gram: returns aaᵀ [b·g, t, t]; given where that is cheaper than multiplying
+            `activations` with itself.
+        direct: maps a cotangent to the gradient [*target.shape] of a single sample; given where
+            `activations` may be too large to write out.
+        delta_gram: maps the factor δ, and the cotangents it was computed from, to δδᵀ [b·g, t, t].
     """
 
     grad_outputs: Callable[[Tensor], Tensor]
@@ -129,19 +134,19 @@ class Outer:
         features: int,
         arrange: Callable[[Tensor], Tensor],
     ) -> "Outer":
-        """The gradient of the matrix that `a` is multiplied with; every axis but the last counts t.
+        """The gradient of W in a @ W: all axes of `a` between rows and features are positions t.
 
         Args:
-            samples: b.
-            layout: of `a`, and of the product.
+            samples: number of samples, b.
+            layout: which axis counts the rows, of `a` and of the product alike.
             a: the input of the product, [..., f].
-            features: how many the product has, o.
-            arrange: from [b, 1, o, f] to [b, *target.shape].
+            features: number of features of the product, o.
+            arrange: reshapes the gradient from [b, 1, o, f] to [b, *target.shape].
         """
 
         def factor(t: Tensor) -> Tensor:
             leading = layout.leading(t)
-            n = 1 if layout.axis is None else leading.shape[0]
+            n = 1 if layout.axis is None else leading.shape[0]  # axis None: a single row
             return leading.reshape(n, -1, 1, t.shape[-1])
 
         def activations() -> Tensor:
@@ -151,21 +156,23 @@ class Outer:
         sizes = OuterSizes(positions, features, a.shape[-1], 1)
         return cls(factor, activations, arrange, samples, sizes)
 
-    # How large it is, and which way is cheaper.
+    # The size of the gradient, and whether the Gram matrix is cheaper.
 
     @property
     def numel(self) -> int:
-        """How many numbers one sample's gradient has."""
+        """Number of entries of one sample's gradient."""
         return self.sizes.groups * self.sizes.out_features * self.sizes.in_features
 
     def count_stored(self, rows_per_sample: int, cotangents: int, alone: bool = False) -> int:
-        """How many numbers are stored for one sample, if this was recorded on a single row.
+        """Count the numbers that a norm has to store for each sample: aaᵀ, a, or none.
+
+        For a gradient that was recorded on a single row.
 
         Args:
-            rows_per_sample: how many rows the sample has.
-            cotangents: how many share what is stored.
-            alone: the sample is the only one of its chunk, so its gradient may be written without a
-                copy of all windows.
+            rows_per_sample: number of rows of each sample.
+            cotangents: number of cotangents that share what is stored.
+            alone: whether the sample is the only one of its chunk, so that `direct` may write its
+                gradient without a copy of all windows.
         """
         t, o, f, g = self.sizes
         t *= rows_per_sample
@@ -176,36 +183,44 @@ class Outer:
         return g * t * f
 
     def without_graph(self) -> "Outer":
-        """The sizes alone, without the tensors of a forward pass that this leads to."""
-        direct = released if self.direct else None
-        return Outer(released, released, released, self.samples, self.sizes, direct=direct)
+        """Keep the sizes alone: the functions hold tensors of a forward pass, which are freed."""
+        direct = raise_released if self.direct else None
+        return Outer(
+            grad_outputs=raise_released,
+            activations=raise_released,
+            arrange=raise_released,
+            samples=self.samples,
+            sizes=self.sizes,
+            direct=direct,
+        )
 
     def prefers_gram(self, cotangents: int) -> bool:
-        """Whether ⟨δδᵀ, aaᵀ⟩ is cheaper than writing the gradient out, for so many cotangents."""
+        """Whether ⟨δδᵀ, aaᵀ⟩ is cheaper than δᵀa if this many cotangents share aaᵀ."""
         t, o, f, _ = self.sizes
         return gram_is_cheaper(t, o, f, cotangents)
 
     @property
     def _is_direct(self) -> bool:
+        """Whether `direct` writes the gradient: for a single sample with a large factor a."""
         t, _, f, g = self.sizes
         return self.samples == 1 and self.direct is not None and g * t * f > LARGE
 
     # The factors.
 
     def delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
-        """The factor δ of a cotangent."""
+        """Compute the factor δ from the cotangent, the only entry of the list."""
         (d,) = cotangents
         assert d is not None
         return self._by_position(self.grad_outputs(d))
 
     @cached_property
     def activation_matrix(self) -> Float[Tensor, "bg t f"]:
-        """a, shared by all cotangents."""
+        """The factor a, shared by all cotangents."""
         return self._by_position(self.activations())
 
     @cached_property
     def activation_gram(self) -> Float[Tensor, "bg t t"]:
-        """aaᵀ, shared by all cotangents."""
+        """The Gram matrix aaᵀ, shared by all cotangents."""
         if self.fast_gram is not None:
             return self.fast_gram()
         a = self.activation_matrix
@@ -213,10 +228,11 @@ class Outer:
         return a @ a.mT
 
     def activations_of(self, sample: int) -> Float[Tensor, "g t f"]:
-        """a of one sample."""
+        """Compute the factor a of one sample, by its number."""
         return self._by_position(self.activations()).unflatten(0, (self.samples, -1))[sample]
 
     def _by_position(self, factor: Float[Tensor, "n t g f"]) -> Float[Tensor, "bg nt f"]:
+        """Arrange a factor as a matrix for each sample and group, with all rows' positions."""
         n, t, g, f = factor.shape
         positions = n // self.samples * t
         of_samples = at_least_float32(factor).reshape(self.samples, positions, g, f)
@@ -262,23 +278,28 @@ class Outer:
         return self._sum_groups(of_delta * of_activations)
 
     def inner_products_along(self, deltas: list[list[Tensor | None]]) -> Float[Tensor, "b m m"]:
-        """⟨G_m, G_n⟩ between the gradients of several cotangents."""
+        """Compute ⟨G_m, G_n⟩ between the gradients of several cotangents.
+
+        Args:
+            deltas: the cotangents at the factor's edges, for each of the m gradients.
+        """
         factors = [self.delta(of_one) for of_one in deltas]
         return self.inner_products(torch.stack(factors, dim=1))
 
     def inner_products(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m m"]:
-        """⟨G_m, G_n⟩ between the gradients that belong to several factors δ."""
+        """Compute ⟨G_m, G_n⟩ between the gradients δ_mᵀa of several factors δ."""
         if not self.prefers_gram(d.shape[1]):
             gradients = torch.matmul(d.mT, self.activation_matrix.unsqueeze(1))
             return self._sum_groups(inner_products(gradients.flatten(2)))
         gram = self.activation_gram
-        seen = torch.matmul(gram.unsqueeze(1), d)
-        products = (seen.flatten(2) @ d.flatten(2).mT).double()
+        gram_times_d = torch.matmul(gram.unsqueeze(1), d)
+        products = (gram_times_d.flatten(2) @ d.flatten(2).mT).double()
         squares = products.diagonal(dim1=1, dim2=2)
-        odd = beyond(squares) | beyond(gram.flatten(1).amax(1))[:, None]
-        if bool(odd.any()):
-            odd &= (squares != 0) | self.overlaps(d)
-            self._recompute_in_double(products, d, odd.any(1).nonzero().flatten().tolist())
+        unreliable = beyond(squares) | beyond(gram.flatten(1).amax(1))[:, None]
+        if bool(unreliable.any()):
+            unreliable &= (squares != 0) | self.overlaps(d)
+            indices = unreliable.any(1).nonzero().flatten().tolist()
+            self._recompute_in_double(products, d, indices)
         return self._sum_groups(products)
 
     def sum_of_position_norms(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m"]:
@@ -287,7 +308,7 @@ class Outer:
         return self._sum_groups(torch.linalg.vecdot(d.square().sum(3), of_activations))
 
     def overlaps(self, d: Float[Tensor, "bg m t o"]) -> Bool[Tensor, "bg m"]:
-        """Whether δ and a are both nonzero at some position; if not, the gradient is zero."""
+        """Whether δ and a are both nonzero at some position; else the gradient is exactly zero."""
         return (d.any(3) & self._nonzero_positions.unsqueeze(1)).any(2)
 
     @cached_property
@@ -295,48 +316,56 @@ class Outer:
         return self._by_position(self.activations()).any(2)
 
     def _write_directly(self, cotangents: list[Tensor | None]) -> Float[Tensor, "1 ..."]:
+        """Write the gradient of a single sample by `direct`."""
         (d,) = cotangents
         assert d is not None
         assert self.direct is not None
         return self.direct(d)[None]
 
     def _sum_groups(self, each: Float[Tensor, "bg ..."]) -> Float[Tensor, "b ..."]:
+        """Sum the groups of each sample."""
         return each.unflatten(0, (self.samples, -1)).sum(1)
 
     def _squared_norm_by_gram(
         self, d: Float[Tensor, "bg t o"], deltas: list[Tensor | None]
     ) -> Float64[Tensor, " bg"]:
-        """⟨δδᵀ, aaᵀ⟩, and ‖δᵀa‖² where its positions cancel or 32 bits do not hold the terms."""
+        """Compute ⟨δδᵀ, aaᵀ⟩, or ‖δᵀa‖² where positions cancel or 32 bits are too few."""
         gram = self.activation_gram
-        if d.shape[1] < d.shape[2]:  # the same sum, with the smaller matrix in between
+        if d.shape[1] < d.shape[2]:  # t < o: δδᵀ [t, t] is smaller than aaᵀδ [t, o]
             of_delta = self.delta_gram(d, deltas)
-            each = _frobenius(of_delta, gram)
+            squared_norms = _frobenius_product(of_delta, gram)
             delta_squares = of_delta.diagonal(dim1=1, dim2=2)
         else:
-            each = _frobenius(torch.bmm(gram, d), d)
+            squared_norms = _frobenius_product(torch.bmm(gram, d), d)
             delta_squares = torch.linalg.vecdot(d, d)
         squares = gram.diagonal(dim1=1, dim2=2)
-        # Positions that cancel take twice as many digits with them here as in the gradient itself:
-        # write those out.
+        # Where positions cancel, this sum loses twice as many digits as the gradient δᵀa does:
+        # write that out instead.
         without_cancellation = torch.linalg.vecdot(delta_squares, squares)
-        odd = beyond(delta_squares.amax(1)) | beyond(squares.amax(1))
-        odd |= beyond(without_cancellation) | ~each.isfinite()
-        if bool(odd.any()):
-            each = torch.where(d.flatten(1).any(1), each, 0.0)
-            odd &= (each != 0) | self.overlaps(d.unsqueeze(1)).squeeze(1)
-        each = each.double()
-        again = ((each < CANCELLED * without_cancellation) | odd).nonzero().squeeze(1)
-        if len(again):
-            a = self._by_position(self.activations())[again]
-            each[again] = sum_of_squares(torch.bmm(d[again].mT, a).flatten(1))
-        return each
+        unreliable = beyond(delta_squares.amax(1)) | beyond(squares.amax(1))
+        unreliable |= beyond(without_cancellation) | ~squared_norms.isfinite()
+        if bool(unreliable.any()):
+            squared_norms = torch.where(d.flatten(1).any(1), squared_norms, 0.0)
+            unreliable &= (squared_norms != 0) | self.overlaps(d.unsqueeze(1)).squeeze(1)
+        squared_norms = squared_norms.double()
+        recompute = (squared_norms < CANCELLED * without_cancellation) | unreliable
+        indices = recompute.nonzero().squeeze(1)
+        if len(indices):
+            a = self._by_position(self.activations())[indices]
+            squared_norms[indices] = sum_of_squares(torch.bmm(d[indices].mT, a).flatten(1))
+        return squared_norms
 
     def _recompute_in_double(
         self, products: Float64[Tensor, "bg m m"], d: Float[Tensor, "bg m t o"], which: list[int]
     ) -> None:
-        """Replace some inner products by those in 64 bits, which hold what 32 bits do not.
+        """Overwrite the inner products that 32 bits do not hold by those computed in 64 bits.
 
-        One at a time, to save memory.
+        One matrix after the other, to save memory.
+
+        Args:
+            products: ⟨G_m, G_n⟩; changed in place.
+            d: the factors δ of the gradients G_m.
+            which: indices of the matrices to overwrite, along the first axis.
         """
         activations = self._by_position(self.activations()) if which else d
         for i in which:
@@ -344,6 +373,6 @@ class Outer:
             products[i] = ((a @ a.mT) @ wide).flatten(1) @ wide.flatten(1).mT
 
 
-def _frobenius(a: Float[Tensor, "n i j"], b: Float[Tensor, "n i j"]) -> Float[Tensor, " n"]:
+def _frobenius_product(a: Float[Tensor, "n i j"], b: Float[Tensor, "n i j"]) -> Float[Tensor, " n"]:
     """Σ_ij a_ij b_ij of each matrix."""
     return torch.linalg.vecdot(a.flatten(1), b.flatten(1))

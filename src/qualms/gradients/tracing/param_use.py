@@ -1,4 +1,4 @@
-"""The parameters as leaves of our own, and where a forward pass uses them."""
+"""Leaf tensors that replace the parameters in traced passes, and where a pass uses them."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The parameters, and the graph that leads back to them.
+# The leaves, and the graph that leads back to them.
 
 
 @dataclass
 class Weights:
-    """The selected parameters as leaves of our own, and all others as constants.
+    """Tensors that replace the parameters in traced passes: leaves, or constants if not selected.
 
     Args:
         names: from the id of a leaf to the name of its parameter.
-        stand_in: from the id of a parameter to what replaces it in a traced pass: a leaf if it is
-            selected, else a detached view.
-        leaves: by the parameter's name.
+        stand_in: from the id of a parameter to the tensor that replaces it: a leaf if the parameter
+            is selected, else a detached view.
+        leaves: from the name of a selected parameter to its leaf.
     """
 
     names: dict[int, str]
@@ -33,19 +33,19 @@ class Weights:
         """Make a leaf for each selected parameter, and a constant for each of the others.
 
         Args:
-            selected: parameters that gradients are wanted for, by name.
+            selected: parameters whose gradients are computed, by name.
             every: all parameters of the model.
-            channels_last: copy kernels to that memory format once, so that not every convolution
-                does.
+            channels_last: whether to copy convolution kernels to that memory format here, once,
+                instead of in every convolution.
         """
 
         def detach(p: Tensor) -> Tensor:
-            plain = p.detach()
+            constant = p.detach()
             if p.is_inference():
-                plain = plain.clone()
+                constant = constant.clone()
             if channels_last and p.ndim == 4:
-                return plain.contiguous(memory_format=torch.channels_last)
-            return plain
+                return constant.contiguous(memory_format=torch.channels_last)
+            return constant
 
         stand_in = {id(p): detach(p) for p in every}
         leaves = {name: stand_in[id(p)].requires_grad_() for name, p in selected.items()}
@@ -59,7 +59,12 @@ class Weights:
 
 
 def slice_of(t: Tensor, weights: Weights) -> tuple[str, int] | None:
-    """The parameter's name and e, if a tensor is nothing but W[e] of a parameter; else None."""
+    """Return W's name and e if a tensor is the slice W[e] of a selected parameter W, else None.
+
+    Args:
+        t: a tensor computed from parameters alone.
+        weights: the leaves that replace the parameters.
+    """
     node: Any = t.grad_fn
     if type(node).__name__ != "SelectBackward0" or node._saved_dim != 0:
         return None
@@ -68,25 +73,25 @@ def slice_of(t: Tensor, weights: Weights) -> tuple[str, int] | None:
     if name is None:
         return None
     index = int(node._saved_index)
-    if index >= 2**63:  # torch shows 64 bits without a sign: -1 is the largest number
+    if index >= 2**63:  # torch stores the index as unsigned 64 bits: -1 is 2⁶⁴ - 1
         index -= 2**64
     return name, index % len(weights.leaves[name])
 
 
 def roots(t: Tensor, weights: Weights) -> set[str]:
-    """The names of the parameters that a tensor was computed from."""
+    """Return the names of the selected parameters that a tensor was computed from."""
     if id(t) in weights.names:
         return {weights.names[id(t)]}
-    found: set[str] = set()
+    names: set[str] = set()
     for node in nodes_behind([t.grad_fn]):
-        leaf = id(getattr(node, "variable", None))
-        if leaf in weights.names:
-            found.add(weights.names[leaf])
-    return found
+        leaf_id = id(getattr(node, "variable", None))
+        if leaf_id in weights.names:
+            names.add(weights.names[leaf_id])
+    return names
 
 
 def nodes_behind(nodes: list[Any]) -> set[Any]:
-    """All nodes of the graph that a gradient would reach from these, including themselves."""
+    """Collect all autograd nodes that a backward pass from the given nodes visits, with these."""
     seen: set[Any] = set()
     nodes = list(nodes)
     while nodes:
@@ -99,20 +104,25 @@ def nodes_behind(nodes: list[Any]) -> set[Any]:
 
 @dataclass
 class Reach:
-    """Nodes of the graph that may be reached only through the result of their operation.
+    """Autograd nodes that a backward pass may enter only through the result of their operation.
 
-    A rule knows the cotangent of its operation's result. Whatever leads from the logits to the
-    operation's parameters another way (a gradient that the forward pass takes itself, an autograd
-    function) is not in that cotangent.
+    A rule computes a parameter's gradient from the cotangent of its operation's result. If the
+    logits also depend on the inside of the operation in another way (by a gradient that the forward
+    pass takes, or an autograd function), that part is missing in the cotangent.
 
     Args:
-        inside: from a node to the node of the result of the operation that made it.
+        inside: from a node to the node of its operation's result.
     """
 
     inside: dict[Any, Any] = field(default_factory=dict)
 
     def enclose(self, result: Any, before: Iterable[Any]) -> None:
-        """Add the nodes of an operation: those between its result and what was there before."""
+        """Add the nodes of one operation.
+
+        Args:
+            result: the node of the operation's result.
+            before: the nodes of the operation's arguments, at which the search ends.
+        """
         outside, nodes = set(before), [result]
         while nodes:
             node = nodes.pop()
@@ -121,19 +131,19 @@ class Reach:
                 nodes.extend(n for n, _ in node.next_functions)
 
     def bypasses_result(self, node: Any, follower: Any) -> bool:
-        """Whether the step from node to follower enters an operation other than by its result."""
+        """Whether the edge from `node` to `follower` enters an operation past its result."""
         result = self.inside.get(follower)
         if result is None or follower is result:
             return False
         return self.inside.get(node) is not result
 
 
-# Where a pass uses the parameters, and in which order.
+# Where a forward pass uses the parameters, and in which order.
 
 
 @dataclass(frozen=True)
 class OpKey:
-    """What identifies an operation in another pass: its name and parameters.
+    """Identifies an operation across forward passes, by its name and its parameters' names.
 
     The same key may occur several times in a pass.
     """
@@ -147,11 +157,11 @@ class ParamUse:
     """An operation that takes both parameters and something that depends on the input.
 
     Args:
-        key: identifies it in another pass.
+        key: identifies the operation in another pass.
         occurrence: how often the same key occurred before, in this pass.
         arguments: all tensors among the operation's arguments.
-        results: all tensors among its results.
-        param_places: which of the arguments come from parameters alone.
+        results: all tensors among the operation's results.
+        param_places: indices of the `arguments` that were computed from parameters alone.
     """
 
     key: OpKey
@@ -166,12 +176,12 @@ class ParamUse:
         return self.key.name
 
     def place_of(self, t: Tensor) -> int:
-        """Which argument `t` is."""
+        """Return the index of `t` among the arguments."""
         return next(i for i, argument in enumerate(self.arguments) if argument is t)
 
 
 def largest_result(param_uses: Iterable[ParamUse]) -> int:
-    """Bytes of the largest result among them; 0 if there is none."""
+    """Return the bytes of the largest result of any of the operations; 0 if there is none."""
     largest = 0
     for use in param_uses:
         for t in use.results:
@@ -187,10 +197,10 @@ class TracePair:
     """The same forward pass traced on one row and on two: comparing them shows the batch axis.
 
     Args:
-        one: uses of parameters on a single row.
-        two: those on two rows.
+        one: uses of parameters in the pass on a single row.
+        two: uses of parameters in the pass on two rows.
         unbatched: operations in whose results no axis counts the rows, because the values of the
-            input decide what goes where; added to while batches are traced.
+            input decide where an entry goes; filled while batches are traced.
     """
 
     one: list[ParamUse]
@@ -198,7 +208,7 @@ class TracePair:
     unbatched: set[OpKey] = field(default_factory=set)
 
     def find(self, use: ParamUse) -> tuple[ParamUse, ParamUse] | None:
-        """The same use in the two traces, or None if it is not in both."""
+        """Find the same use in the traces on one row and on two; None if one of them lacks it."""
         key = (use.key, use.occurrence)
         one, two = self._one_by_key.get(key), self._two_by_key.get(key)
         if one is None or two is None:
@@ -214,7 +224,7 @@ class TracePair:
         return _by_key(self.two)
 
     def compact(self) -> "TracePair":
-        """Drop the graphs, and the values where shapes tell all: what remains may be kept."""
+        """Free graphs and values in place, but for what `infer_layout` compares; return self."""
         for key, one in self._one_by_key.items():
             two = self._two_by_key.get(key, one)
             for i, (a, b) in enumerate(zip(one.arguments, two.arguments, strict=False)):
@@ -228,13 +238,18 @@ class TracePair:
 
 
 def _by_key(uses: Iterable[ParamUse]) -> _ByKey:
+    """Index uses by their key and occurrence."""
     return {(use.key, use.occurrence): use for use in uses}
 
 
 def _compact(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
-    """A tensor on one row and on two without graphs, and without values if one row has one entry.
+    """Detach a tensor's two versions, and drop their values where the shapes alone show the layout.
 
-    The values tell the order of several entries of a row.
+    Values are kept if a row has several entries on that axis, because they show the entries' order.
+
+    Args:
+        one: the tensor when the model runs on one row.
+        two: the tensor when the model runs on two rows.
     """
     grown = [a for a, b in zip(one.shape, two.shape, strict=False) if a != b]
     if all(size == 1 for size in grown):
@@ -247,19 +262,19 @@ class UseOrder:
     """The order in which a forward pass first uses the parameters.
 
     Args:
-        names: of the parameters, in that order.
-        fixed: whether every pass uses that order, whatever its input.
+        names: names of the parameters, in that order.
+        fixed: whether every pass has the same order, whatever the input.
     """
 
     names: list[str]
     fixed: bool
 
     def relevant(self, used: Collection[str], selected: Iterable[str]) -> list[str]:
-        """The parameters whose layers count, in an order that does not depend on the inputs.
+        """List the parameters whose layers count, in an order that does not depend on the inputs.
 
-        In order of first use, without those that the logits do not depend on. If the path through
-        the model depends on the input, both would vary from batch to batch: then all count, in the
-        order in which the model has them.
+        These are the parameters that the logits depend on, in order of first use. If the path
+        through the model depends on the input, use and order vary from batch to batch: then all
+        selected parameters count, in the model's order.
 
         Args:
             used: names of parameters that the logits depend on.
@@ -267,6 +282,6 @@ class UseOrder:
         """
         if not self.fixed:
             return list(selected)
-        order = [name for name in self.names if name in used]
-        rest = [name for name in selected if name in used and name not in order]
-        return order + rest
+        traced = [name for name in self.names if name in used]
+        untraced = [name for name in selected if name in used and name not in traced]
+        return traced + untraced

@@ -1,4 +1,4 @@
-"""Traces a forward pass: where each parameter meets the input, and what its gradient is made of.
+"""Traces a forward pass: which operations combine parameters with the input, and their gradients.
 
 A function mode sees every operation of the forward pass, so functional calls, modules called twice,
 tied weights, attention, recurrent networks and exported graphs all look alike. It knows two kinds
@@ -8,13 +8,13 @@ of tensors:
   an expanded token);
 - *active*: something that depends on the input.
 
-An operation on params alone is run and its result is one of them. One that takes both kinds is a
-*use* of parameters: there a rule (`rules/`) says how the parameter's gradient follows from a
-cotangent, and adds a `GradFactor`. What no rule covers is run one row at a time with copies of the
-parameter, which is exact for any operation. Where no axis counts the rows, the sample of each entry
-is found afterwards (`sample_ids.py`). Where rows cannot be separated at all, `NotBatchable` is
-raised; what a function mode cannot see is caught by `require_no_bypass` and by the checks of
-`gradients/verify.py`.
+The result of an operation on params alone is again one of the params. An operation that takes both
+kinds is a *use* of parameters: a rule (`rules/`) runs it and adds a `GradFactor`, which says how
+the parameter's gradient follows from a cotangent. Operations without a rule are run one row at a
+time with copies of the parameter, which is exact for any operation. Where no axis counts the rows,
+the sample of each entry is found afterwards (`sample_ids.py`). Where rows cannot be separated at
+all, `NotBatchable` is raised. Uses that a function mode cannot see are caught by
+`require_no_bypass` and by the checks of `gradients/verify.py`.
 """
 
 import inspect
@@ -44,7 +44,7 @@ from qualms.gradients.tracing.param_use import (
 from qualms.gradients.tracing.rules.table import UNBATCHED_RULES, find_rule
 from qualms.gradients.tracing.sample_ids import UnbatchedOp
 
-# An operation's name, and the shapes of what it reads and of its results.
+# An operation's name, the shapes of its active arguments, and the shapes of its results.
 Shapes = tuple[str, tuple[torch.Size, ...], tuple[torch.Size, ...]]
 
 
@@ -52,22 +52,23 @@ class Recorder(CallMode):
     """A function mode that traces one forward pass.
 
     Args:
-        weights: the parameters, as leaves.
+        weights: the leaves that replace the parameters.
         inputs: the tensors of the batch.
         rows: number of rows of the batch.
-        rows_per_sample: how many of them belong to each sample.
-        trace_pair: the same pass on one row and on two; None in these passes themselves.
+        rows_per_sample: number of rows that belong to each sample.
+        trace_pair: the same pass traced on one row and on two; None while these two are traced.
 
     Attributes:
-        factors: what each use of a parameter adds to its gradient.
-        unbatched_ops: operations whose entries' samples are still to be found.
-        param_uses: all uses of parameters, without a `trace_pair` only.
-        shapes: of all operations on something active, without a `trace_pair` only.
-        reach: which nodes of the graph may be entered by an operation's result only.
+        factors: the contribution of each use of a parameter to the parameter's gradient.
+        unbatched_ops: operations in whose results the sample of each entry is not known yet.
+        param_uses: all uses of parameters; recorded without a `trace_pair` only.
+        shapes: name and shapes of all operations on active tensors; recorded without a `trace_pair`
+            only.
+        reach: graph nodes that a backward pass may enter only through their operation's result.
         first_use: names of the parameters in the order of their first use.
         without_rule: names of parameters with a use that no rule covers.
-        reads_values: whether something active becomes a Python number or an array.
-        shapes_vary: whether the values of something active decide a shape.
+        reads_values: whether an active tensor is turned into a Python number or an array.
+        shapes_vary: whether the values of an active tensor decide a shape.
     """
 
     def __init__(
@@ -100,10 +101,11 @@ class Recorder(CallMode):
 
     @property
     def use_order(self) -> UseOrder:
-        """The order in which parameters were used, and whether every other pass would do the same.
+        """The order in which parameters were used, and whether every other pass has the same order.
 
-        A pass can depend on the values of its input only after it has read one, or made a shape of
-        some: up to that point all passes are the same, so they agree on whether it comes.
+        Control flow can depend on the values of the input only after a value is read, or decides a
+        shape. Up to the first such operation all passes are the same, so one pass shows whether
+        there is any.
         """
         return UseOrder(self.first_use, not (self.reads_values or self.shapes_vary))
 
@@ -112,17 +114,26 @@ class Recorder(CallMode):
         return id(t) in self._params
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation of the forward pass, and record what it does."""
+        """Run an operation of the forward pass; note params and active tensors, record uses.
+
+        Args:
+            func: the operation, a function of torch.
+            args: the operation's positional arguments.
+            kwargs: the operation's keyword arguments.
+
+        Returns:
+            The operation's result.
+        """
         stand_in = self.weights.stand_in
         args, kwargs = each_tensor((args, kwargs), lambda t: stand_in.get(id(t), t))
-        given = list(tensors_in((args, kwargs)))
-        params = [t for t in given if id(t) in self._params]
-        active = [t for t in given if t in self._active]
-        changed = given[:1] if writes(func) else []
+        tensors = list(tensors_in((args, kwargs)))
+        params = [t for t in tensors if id(t) in self._params]
+        active = [t for t in tensors if t in self._active]
+        written = tensors[:1] if writes(func) else []
         name = bare_name(func)
         if params and active and name == "getitem" and all(map(_is_index, active)):
-            # W[e] with a single e is W[3], say: the input is read, as if by `int(e)`, and W[3] is
-            # computed from parameters alone.
+            # W[e] with a single index e is treated as W[int(e)]: a value of the input is read, and
+            # the slice of W is computed from parameters alone.
             active = []
             self.reads_values = True
         if active:
@@ -132,39 +143,39 @@ class Recorder(CallMode):
             out = run_function(func, args, kwargs)
             if active:
                 self._note_result(name, active, out)
-                self._mark_active(changed)
+                self._mark_active(written)
             return out
         if not active:
             out = run_function(func, args, kwargs)
-            self._note_derived(params, [*tensors_in(out), *changed])
+            self._note_derived(params, [*tensors_in(out), *written])
             return out
         self._note_use(params)
-        if isinstance(func, types.FunctionType):  # of torch, in Python: trace what it calls
+        if isinstance(func, types.FunctionType):  # written in Python: trace the calls inside
             with self:
                 return run_function(without_override_checks(func), args, kwargs)
-        out = self._run_use(func, args, kwargs, given)
+        out = self._run_use(func, args, kwargs, tensors)
         self._note_result(name, active, out)
         return out
 
     def _run_use(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
-        """Run an operation that takes parameters and something active, and add gradient factors.
+        """Run an operation that takes both params and active tensors, and add gradient factors.
 
         Args:
-            func: the operation.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            given: all tensors among them.
+            func: the operation, a function of torch.
+            args: the operation's positional arguments.
+            kwargs: the operation's keyword arguments.
+            tensors: all tensors among `args` and `kwargs`.
         """
         places: set[int] = set()
         names: set[str] = set()
-        for i, t in enumerate(given):
+        for i, t in enumerate(tensors):
             if self.is_param(t):
                 places.add(i)
                 names |= roots(t, self.weights)
         key = OpKey(full_name(func), frozenset(names))
-        use = ParamUse(key, self._occurrences[key], given, param_places=places)
+        use = ParamUse(key, self._occurrences[key], tensors, param_places=places)
         self._occurrences[key] += 1
         if self.trace_pair is None:
             self.param_uses.append(use)
@@ -173,8 +184,12 @@ class Recorder(CallMode):
         return out
 
     def _apply_rule(self, call: OpCall) -> Any:
-        """Run an operation by its rule, or by the general path that is exact for any operation."""
-        number = len(self.factors)
+        """Run an operation by its rule, or by the general path that is exact for any operation.
+
+        If the rows turn out not to be on an axis, the factors added so far are dropped, and the
+        operation is run as an unbatched one, in this and all later passes.
+        """
+        num_factors = len(self.factors)
         pair = self.trace_pair
         if pair is None or call.use.key not in pair.unbatched:
             try:
@@ -184,18 +199,19 @@ class Recorder(CallMode):
                 if pair is None:
                     raise
                 pair.unbatched.add(call.use.key)
-        del self.factors[number:]
+        del self.factors[num_factors:]
         out = _try_rule(UNBATCHED_RULES.get(call.use.name.strip("_")), call)
         return call.run_unbatched() if out is NotImplemented else out
 
     def _note_use(self, params: list[Tensor]) -> None:
+        """Note the order in which parameters are used first."""
         for t in params:
             name = self.weights.names.get(id(t))
             if name is not None and name not in self.first_use:
                 self.first_use.append(name)
 
     def _note_derived(self, params: list[Tensor], results: list[Tensor]) -> None:
-        """Note tensors that were computed from parameters alone."""
+        """Note tensors that were computed from parameters alone, so that they count as params."""
         derived = [t for t in results if t.requires_grad]
         for t in derived:
             self._params[id(t)] = t
@@ -203,6 +219,7 @@ class Recorder(CallMode):
             self._note_use(params)
 
     def _note_result(self, name: str, active: list[Tensor], out: Any) -> None:
+        """Mark the results of an operation on active tensors as active, and record the shapes."""
         results = list(tensors_in(out))
         if self.trace_pair is None and name not in TAKING_TYPE_OR_DEVICE:
             read = tuple(t.shape for t in active)
@@ -210,6 +227,7 @@ class Recorder(CallMode):
         self._mark_active(results)
 
     def _mark_active(self, tensors: Iterable[Tensor]) -> None:
+        """Mark tensors that depend on the input, and the tensors that they are views of."""
         for t in tensors:
             self._active[t] = True
             if t._is_view() and t._base is not None:
@@ -217,6 +235,7 @@ class Recorder(CallMode):
 
 
 def _is_index(t: Tensor) -> bool:
+    """Whether a tensor is a single integer, as in `W[e]`."""
     return t.ndim == 0 and not t.is_floating_point()
 
 
@@ -224,7 +243,8 @@ def _try_rule(rule: Callable[..., Any] | None, call: OpCall) -> Any:
     """Run an operation by a rule.
 
     Returns:
-        The operation's result; NotImplemented if there is no rule, or none for such arguments.
+        The operation's result; NotImplemented if there is no rule, or the rule does not cover the
+        arguments.
     """
     if rule is None:
         return NotImplemented
@@ -237,11 +257,16 @@ def _try_rule(rule: Callable[..., Any] | None, call: OpCall) -> Any:
 
 
 def collapses_rows(one: Sequence[Shapes], two: Sequence[Shapes]) -> bool:
-    """Whether an operation returns for two rows what it returns for one: the longest length, say.
+    """Whether an operation reduces over the rows: its result has the same shape for two as for one.
+
+    An example is the length of the longest text of a batch.
 
     Args:
-        one: the shapes that a recorder saw on one row.
-        two: those on two rows. If the operations themselves differ, some may collapse rows.
+        one: names and shapes of the operations in a pass on one row.
+        two: names and shapes of the operations in a pass on two rows.
+
+    Returns:
+        True also if the two passes run different operations.
     """
     if [name for name, _, _ in one] != [name for name, _, _ in two]:
         return True
@@ -251,10 +276,10 @@ def collapses_rows(one: Sequence[Shapes], two: Sequence[Shapes]) -> bool:
     return False
 
 
-# What operations do beside computing their results, by their names.
+# Names of operations that write, read values, or let values decide a shape.
 
 WRITING = (Tensor.__setitem__, torch.ops.aten.copy_.default)
-# Turn a tensor into something that is not traced: a number, an array.
+# Turn a tensor into something that is not traced, such as a number or an array.
 READING_VALUES = {
     "allclose",
     "array",
@@ -276,7 +301,7 @@ READING_VALUES = {
     "tolist",
     "untyped_storage",
 }
-# Return as many entries as the values of their arguments say.
+# The shape of the result depends on the values of the arguments.
 COUNTING_VALUES = {
     "argwhere",
     "bincount",
@@ -287,7 +312,7 @@ COUNTING_VALUES = {
     "unique",
     "unique_consecutive",
 }
-# Depend on some of their arguments by type or device alone.
+# Use only the type or device of some of their arguments.
 TAKING_TYPE_OR_DEVICE = {
     "get",
     "new_empty",
@@ -301,12 +326,12 @@ TAKING_TYPE_OR_DEVICE = {
 
 
 def full_name(func: Any) -> str:
-    """The name of an operation without its overload: `add_` for `add_.Tensor`."""
+    """Return the name of an operation without its overload: `add_` for `add_.Tensor`."""
     return str(getattr(func, "__name__", func)).split(".")[0]
 
 
 def bare_name(func: Any) -> str:
-    """The name of an operation: `add` for `add_`, `__add__` and `add.Tensor`."""
+    """Return the bare name of an operation: `add` for `add_`, `__add__` and `add.Tensor`."""
     return full_name(func).strip("_")
 
 
@@ -317,12 +342,12 @@ def writes(func: Any) -> bool:
 
 
 def shape_depends_on_values(name: str, args: tuple[Any, ...], active: list[Tensor]) -> bool:
-    """Whether values decide the result's shape: how many entries are picked, or how often.
+    """Whether the values of active tensors decide the shape of an operation's result.
 
     Args:
-        name: of the operation, as `bare_name` gives it.
-        args: its arguments.
-        active: those tensors among its arguments that depend on the input.
+        name: name of the operation, from `bare_name`.
+        args: the operation's positional arguments.
+        active: the tensors among the arguments that depend on the input.
     """
     if name in ("getitem", "index"):
         return any(t.dtype in (torch.bool, torch.uint8) for t in active)
@@ -332,14 +357,16 @@ def shape_depends_on_values(name: str, args: tuple[Any, ...], active: list[Tenso
 
 
 def _never(*_: Any) -> bool:
+    """Return False: replaces the checks for function modes."""
     return False
 
 
 def without_override_checks(func: types.FunctionType) -> Callable[..., Any]:
-    """A copy of a Python function of torch that does not ask function modes what to do.
+    """Copy a Python function of torch without its check for function modes.
 
-    torch's Python functions hand over to a mode before they do anything. The copy's body runs with
-    globals in which those checks say no, so that its inner calls reach the mode one by one.
+    torch's Python functions first check for a mode, and pass the whole call to it. In the globals
+    of the copy these checks return False, so that its body runs, and each call inside reaches the
+    mode instead.
     """
     checks = dict.fromkeys(
         ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never

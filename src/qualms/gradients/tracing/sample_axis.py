@@ -1,9 +1,9 @@
-"""Which entries of a tensor inside a model belong to which row of the batch.
+"""Finds which entries of a tensor inside a model belong to which row of the batch.
 
 Models move the batch axis ([time, batch, feature]), merge it with others ([batch · windows, …]) or
-interleave it ([time · batch, feature]). The same operation seen on one row and on two rows shows
-which: the axis that doubles counts the rows, and the values of the first row tell the order inside
-it.
+interleave it ([time · batch, feature]). A tensor from a pass over one row is compared with the same
+tensor from a pass over two rows: the axis that doubles counts the rows, and the values of the first
+row show in which order.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from qualms.gradients.batch import NotBatchable
 
-TOLERANCE = 1e-2  # of a tensor's largest value: the same row, computed alone and in a pair
+# Difference between a row's values alone and in a pair, as a share of the largest value.
+TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a tensor keeps its rows.
+    """Which entries of a tensor belong to which row of the batch.
 
     Row r has the entries r·per_row + j of `axis` (j < per_row), or j·rows + r if interleaved.
 
@@ -36,7 +37,7 @@ class Layout:
     interleaved: bool = False
 
     def leading(self, t: Tensor) -> Tensor:
-        """Move the row axis first, the entries of a row next to each other: [rows·per_row, …]."""
+        """Move the row axis to the front, with a row's entries side by side: [rows·per_row, …]."""
         if self.axis is None:
             return t
         t = t.movedim(self.axis, 0)
@@ -45,7 +46,7 @@ class Layout:
         return t
 
     def part(self, t: Tensor, row: int) -> Tensor:
-        """The part of one row, in the shape it has when the model runs on that row alone."""
+        """Select the part of one row, in the shape it has when the model runs on that row alone."""
         if self.axis is None:
             return t
         if self.interleaved:
@@ -62,13 +63,13 @@ class Layout:
 
 
 def infer_layout(one: Tensor, two: Tensor, shape: torch.Size | None, rows: int) -> Layout | None:
-    """Find the layout of a tensor from what it is on one row and on two.
+    """Find which axis of a tensor counts the rows, by comparing a pass on one row with one on two.
 
     Args:
         one: the tensor when the model runs on the first row alone.
         two: the tensor when it runs on the first row and another one.
-        shape: its shape on `rows` rows, which must be what the layout says; None if unknown.
-        rows: number of rows.
+        shape: shape of the tensor in the batch, which must fit the layout; None if not known.
+        rows: number of rows of the batch.
 
     Returns:
         The layout, or None if the tensor does not depend on the number of rows.
@@ -93,19 +94,24 @@ def infer_layout(one: Tensor, two: Tensor, shape: torch.Size | None, rows: int) 
 
 
 def _is_interleaved(one: Tensor, two: Tensor, axis: int) -> bool:
-    """Whether the first row's entries alternate with those of the second.
+    """Whether the first row's entries alternate with the second's, instead of coming before them.
 
-    Values that fit both orders (positions, kinds of token) tell nothing: the entries of a row are
-    then taken to be adjacent, as they are in all but few models, and the check of the first rows'
-    gradients finds out if they are not.
+    Values that fit both orders, such as position ids, do not decide. The entries of a row are then
+    assumed to be adjacent, as they are in nearly all models; if they are not, the later check of
+    the first rows' gradients fails.
+
+    Args:
+        one: the tensor when the model runs on the first row alone.
+        two: the tensor when the model runs on the first row and another one.
+        axis: the axis that doubles from `one` to `two`.
     """
     _require(one.numel() > 0)
     per_row = one.shape[axis]
     first, pair = one.detach().double(), two.detach().double()
-    room = TOLERANCE * float(first.abs().max())
+    max_difference = TOLERANCE * float(first.abs().max())
 
     def fits(layout: Layout) -> bool:
-        return float((layout.part(pair, 0) - first).abs().max()) <= room
+        return float((layout.part(pair, 0) - first).abs().max()) <= max_difference
 
     if fits(Layout(axis, 2, per_row)):
         return False
@@ -113,6 +119,7 @@ def _is_interleaved(one: Tensor, two: Tensor, axis: int) -> bool:
     return True
 
 
-def _require(clear: bool) -> None:
-    if not clear:
+def _require(is_clear: bool) -> None:
+    """Raise NotBatchable unless the batch axis is clear."""
+    if not is_clear:
         raise NotBatchable("the batch axis of a tensor inside the model cannot be identified")

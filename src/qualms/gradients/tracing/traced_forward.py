@@ -25,9 +25,9 @@ def trace_forward(
 
     Args:
         model: the model.
-        model_input: a batch.
-        weights: the leaves.
-        trace_pair: the same pass on one row and on two, or None in these passes themselves.
+        model_input: the batch to run.
+        weights: the leaves that replace the parameters.
+        trace_pair: the same pass traced on one row and on two; None while these two are traced.
 
     Returns:
         The logits [rows, c], and the recorder with the gradient factors of all parameters.
@@ -54,38 +54,56 @@ def trace_forward(
 def record_forward(
     model: nn.Module, model_input: ModelInput, selected: dict[str, Tensor]
 ) -> Recorder:
-    """Trace a forward pass on one row or two with leaves made for it, for what the pass shows."""
+    """Trace a forward pass on one row or two, with new leaves in place of the parameters.
+
+    Args:
+        model: the model.
+        model_input: one row, or two.
+        selected: the parameters that leaves are made for, by name.
+    """
     weights = Weights.of(selected, model.parameters())
     _, recorder = trace_forward(model, model_input, weights, None)
     return recorder
 
 
 def _has_script(module: nn.Module) -> bool:
-    """Whether a module is, or holds, a TorchScript: a recorder does not see what one reads."""
+    """Whether a module is or holds TorchScript, whose reads of values a recorder does not see."""
     scripts = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
     return any(isinstance(value, scripts) for value in (module, *vars(module).values()))
 
 
 def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor], reach: Reach) -> None:
-    """No gradient may reach a parameter, or its stand-in, but through an operation that a rule has
-    seen.
+    """Raise NotBatchable if a gradient reaches a parameter past the operations that were recorded.
 
-    What function modes do not see (a script, an autograd function, a gradient inside the forward
-    pass) is in the graph.
+    Function modes do not see inside TorchScript, an autograd function, or a gradient taken in the
+    forward pass, but all of these show in the autograd graph.
+
+    Args:
+        logits: the logits, with their graph.
+        parameters: the parameters, and the leaves that replaced them.
+        reach: which nodes of the graph may only be entered through an operation's result.
     """
-    forbidden, behind = set(map(id, parameters)), nodes_behind([logits.grad_fn])
-    if any(id(node.variable) in forbidden for node in behind if hasattr(node, "variable")):
+    forbidden, reached = set(map(id, parameters)), nodes_behind([logits.grad_fn])
+    if any(id(node.variable) in forbidden for node in reached if hasattr(node, "variable")):
         raise NotBatchable("a parameter is used where it cannot be traced")
     if any(
         reach.bypasses_result(node, follower)
-        for node in behind
+        for node in reached
         for follower, _ in node.next_functions
     ):
         raise NotBatchable("the forward pass computes gradients itself")
 
 
 def require_uses_that_vary(model: nn.Module, on: ModelInput) -> None:
-    """Raise an error if no row uses any of the selected parameters."""
+    """Raise QualmsError if no input can use the selected parameters.
+
+    Called when rows were seen that use none of them. If the model's path does not depend on the
+    input, other rows use none either.
+
+    Args:
+        model: the model.
+        on: a batch, of which the first row is traced.
+    """
     if use_order(model, on, dict(model.named_parameters())).fixed:
         raise QualmsError(
             "the forward pass uses none of the selected parameters; select more with `params`."
@@ -93,7 +111,7 @@ def require_uses_that_vary(model: nn.Module, on: ModelInput) -> None:
 
 
 def use_order(model: nn.Module, model_input: ModelInput, selected: dict[str, Tensor]) -> UseOrder:
-    """The order in which a forward pass over the first row uses the selected parameters.
+    """Find the order in which a forward pass over the first row uses the selected parameters.
 
     Args:
         model: the model.

@@ -1,7 +1,7 @@
 """The rule for arithmetic with a bare parameter, such as a scale, a bias or a token.
 
-The parameter is replaced by a copy that is expanded along the row axis of the result. The
-operation's own derivative at that copy, added up over a sample's rows, is the gradient.
+The parameter is replaced by a copy that is expanded along the row axis of the result. Autograd's
+cotangent of that copy, summed over a sample's rows, is the gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BROADCASTING = {
 
 
 def broadcast(call: OpCall, *args: Any, **kwargs: Any) -> Any:
-    """y = f(p, x), p broadcast over the rows of x: ∂p = Σ_r ∂f/∂p_r δ_r, p_r the copy of row r."""
+    """Run y = f(p, x) with a copy p_r of p for each row r of x: ∂p = Σ_r ∂f/∂p_r δ_r."""
     layout = call.result_layout() if call.recorder.trace_pair else None
     if layout is None:
         return NotImplemented
@@ -59,7 +59,7 @@ def broadcast(call: OpCall, *args: Any, **kwargs: Any) -> Any:
 
 
 def _broadcasts(call: OpCall, layout: Layout, params: list[Tensor]) -> bool:
-    """Whether the operation broadcasts the row axis: a matrix product not its last two axes."""
+    """Whether the row axis is broadcast; a matrix product does not broadcast its last two axes."""
     if not call.use.name.strip("_").endswith("matmul"):
         return True
     assert layout.axis is not None
@@ -67,13 +67,13 @@ def _broadcasts(call: OpCall, layout: Layout, params: list[Tensor]) -> bool:
 
 
 def _expand(t: Tensor, layout: Layout, ndim: int, rows: int) -> Tensor | None:
-    """A leaf that repeats a parameter along the row axis; None if it has that axis itself.
+    """Make a leaf that repeats a parameter along the row axis; None if the parameter has that axis.
 
     Args:
         t: the parameter.
-        layout: of the operation's result.
+        layout: which axis of the operation's result counts the rows.
         ndim: number of axes of the result.
-        rows: number of rows.
+        rows: number of rows of the batch.
     """
     shape = [1] * (ndim - t.ndim) + list(t.shape)
     if len(shape) > ndim or layout.axis is None or shape[layout.axis] != 1:

@@ -1,6 +1,7 @@
 """Rules for convolutions: the same sum over positions as for linear layers, with windows of a.
 
-A transposed convolution is a convolution run backwards: windows of δ on a's positions.
+A transposed convolution is a convolution run backwards: a sum over the positions of a, with windows
+of δ.
 """
 
 from __future__ import annotations
@@ -38,20 +39,29 @@ def conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    """∂W[o, i, k] = Σ_t δ[o, t] a[i, window k of position t], for each group; ∂b[o] = Σ_t δ[o, t].
+    """Run a convolution: ∂W[o, i, k] = Σ_t δ[o, t] a[i, entry k of the window at t], ∂b = Σ_t δ_t.
 
     Args:
         call: `conv1d`, `conv2d` or `conv3d`.
         input: a [n, groups·i, *space].
         weight: W [o, i, *kernel].
         bias: b [o].
-        stride: of the windows.
-        padding: zeros around the image.
-        dilation: of the windows.
-        groups: number of groups.
+        stride: distance between neighboring windows.
+        padding: number of zeros around the image.
+        dilation: distance between the entries of a window.
+        groups: number of groups of channels.
     """
     return convolution(
-        call, input, weight, bias, stride, padding, dilation, False, output_padding=0, groups=groups
+        call,
+        input,
+        weight,
+        bias,
+        stride,
+        padding,
+        dilation,
+        transposed=False,
+        output_padding=0,
+        groups=groups,
     )
 
 
@@ -66,21 +76,32 @@ def conv_transpose(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Any:
-    """∂W[i, o, k] = Σ_t a[i, t] δ[o, window k of position t], for each group; ∂b[o] = Σ_t δ[o, t].
+    """Run a transposed convolution: ∂W[i, o, k] = Σ_t a[i, t] δ[o, entry k of the window at t].
+
+    ∂b[o] = Σ_t δ[o, t].
 
     Args:
         call: `conv_transpose1d`, `conv_transpose2d` or `conv_transpose3d`.
         input: a [n, groups·i, *space].
         weight: W [groups·i, o, *kernel].
         bias: b [groups·o].
-        stride: of the windows.
-        padding: zeros around the result.
-        output_padding: what is added to one side of the result; it shows in its shape.
-        groups: number of groups.
-        dilation: of the windows.
+        stride: distance between neighboring windows.
+        padding: number of zeros around the result, which are cut off.
+        output_padding: size added to one side of the result; not read here, as the result has it.
+        groups: number of groups of channels.
+        dilation: distance between the entries of a window.
     """
     return convolution(
-        call, input, weight, bias, stride, padding, dilation, True, output_padding, groups
+        call,
+        input,
+        weight,
+        bias,
+        stride,
+        padding,
+        dilation,
+        transposed=True,
+        output_padding=output_padding,
+        groups=groups,
     )
 
 
@@ -96,19 +117,19 @@ def convolution(
     output_padding: Any,
     groups: int,
 ) -> Any:
-    """The common form of `conv` and `conv_transpose`, which is aten's: exported graphs use it.
+    """Run a convolution or a transposed one, in the form of aten, which exported graphs call.
 
     Args:
         call: the operation.
-        input: a.
-        weight: W.
+        input: a [n, groups·i, *space].
+        weight: W, in the shape that `conv` or `conv_transpose` has.
         bias: b.
-        stride: of the windows.
-        padding: zeros around the image.
-        dilation: of the windows.
-        transposed: whether the windows are those of δ.
-        output_padding: what is added to one side of the result; it shows in its shape.
-        groups: number of groups.
+        stride: distance between neighboring windows.
+        padding: number of zeros around the image.
+        dilation: distance between the entries of a window.
+        transposed: whether this is a transposed convolution, so that windows are cut from δ, not a.
+        output_padding: size added to one side of the result; not read here, as the result has it.
+        groups: number of groups of channels.
     """
     geometry = Geometry.of(weight, stride, padding, dilation, groups)
     space = len(geometry.kernel)
@@ -133,7 +154,10 @@ def convolution(
 
 
 def _image_layout(call: OpCall, input: Tensor, space: int) -> Layout | None:
-    """The layout of images [n, channel, *space]: rows on the first axis, or a single image."""
+    """Find the layout of images [n, channel, *space].
+
+    None if another axis than the first counts the rows, or none does.
+    """
     layout = call.input_layout(input)
     if layout is None or layout.axis is None:
         return layout
@@ -146,11 +170,11 @@ class _Images:
     """The input of a convolution, and the gradients that its weight may have.
 
     Args:
-        input: a.
+        input: a [n, channel, *space].
         weight: W.
-        geometry: of the windows.
-        layout: of the input.
-        samples: number of samples.
+        geometry: kernel, stride, dilation, padding and groups of the windows.
+        layout: which axis of the input counts the rows.
+        samples: number of samples of the batch.
     """
 
     input: Tensor
@@ -160,18 +184,18 @@ class _Images:
     samples: int
 
     def by_row(self, t: Tensor) -> Tensor:
-        """An image for each row: [n, channel, *space]."""
+        """Arrange images, or cotangents of them, as [n, channel, *space]."""
         space = len(self.geometry.kernel)
         return self.layout.leading(t).reshape(-1, *t.shape[-space - 1 :])
 
     @property
     def images_per_sample(self) -> int:
-        """Number of images of a sample."""
+        """Number of images of each sample."""
         space = len(self.geometry.kernel)
         return math.prod(self.input.shape[: -space - 1]) // self.samples
 
     def depthwise(self, positions: tuple[int, ...]) -> Summed:
-        """The gradient of filters that see one channel each.
+        """Build the gradient of a depthwise convolution, whose filters see one channel each.
 
         Args:
             positions: number of windows on each spatial axis.
@@ -186,7 +210,7 @@ class _Images:
         return Summed.from_cotangent(write, numel, multiplications)
 
     def plain(self, positions: tuple[int, ...]) -> Outer:
-        """Σ_t δ_t ⊗ (a's window at t).
+        """Build the gradient of a convolution, Σ_t δ_t ⊗ (window of a at t).
 
         Args:
             positions: number of windows on each spatial axis.
@@ -196,7 +220,7 @@ class _Images:
         features, count = weight.shape[0] // groups, math.prod(positions)
 
         def grad_outputs(d: Tensor) -> Tensor:
-            """δ at each position, as [n, t, g, o]."""
+            """Arrange δ by position, as [n, t, g, o]."""
             d = self.by_row(d).movedim(1, -1)
             return d.reshape(d.shape[0], count, groups, features)
 
@@ -215,6 +239,7 @@ class _Images:
 
         window = math.prod(kernel)
         pixels = geometry.count_pixels(self.input.shape[-len(kernel) :])
+        # aaᵀ from inner products between pixels, or between windows: whichever is cheaper
         by_pixels = groups == 1 and pixels**2 < count**2 * window
         sizes = OuterSizes(
             self.images_per_sample * count, features, weight.shape[1] * window, groups
@@ -230,13 +255,13 @@ class _Images:
         )
 
     def transposed(self) -> Outer:
-        """Σ_t (δ's window at t) ⊗ a_t."""
+        """Build the gradient of a transposed convolution, Σ_t (window of δ at t) ⊗ a_t."""
         weight, geometry = self.weight, self.geometry
         kernel, groups = geometry.kernel, geometry.groups
         positions = self.input.shape[-len(kernel) :]
 
         def grad_outputs(d: Tensor) -> Tensor:
-            """δ's window at each position of a, as [n, t, g, k·o]."""
+            """Cut the window of δ at each position of a, as [n, t, g, k·o]."""
             return extract_windows(self.by_row(d), geometry, positions)
 
         def activations() -> Tensor:

@@ -1,5 +1,6 @@
-"""The windows that a convolution sees, and the inner products between them, for any number of
-spatial axes.
+"""Cuts out the windows of a convolution, and computes inner products between them.
+
+All functions take any number of spatial axes.
 """
 
 import itertools
@@ -22,9 +23,9 @@ class Geometry:
 
     Args:
         kernel: size of a window on each spatial axis.
-        stride: distance between windows.
-        dilation: distance between the entries of a window.
-        padding: zeros before and after each axis.
+        stride: distance between neighboring windows on each axis.
+        dilation: distance between the entries of a window on each axis.
+        padding: number of zeros before and after each axis.
         groups: number of groups of channels.
     """
 
@@ -38,13 +39,13 @@ class Geometry:
     def of(
         cls, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int
     ) -> "Geometry":
-        """The geometry of a convolution with arguments as torch takes them.
+        """Convert the arguments of a convolution of torch to one value for each axis.
 
         Args:
-            weight: [o, i, *kernel].
-            stride: a number, or one for each axis.
-            padding: likewise, or "valid" or "same".
-            dilation: a number, or one for each axis.
+            weight: weight [o, i, *kernel], read for the size of the kernel.
+            stride: a number, or one number for each axis.
+            padding: a number, one number for each axis, "valid" or "same".
+            dilation: a number, or one number for each axis.
             groups: number of groups of channels.
         """
         kernel = tuple(weight.shape[2:])
@@ -53,22 +54,32 @@ class Geometry:
         return cls(kernel, _per_axis(stride, len(kernel)), steps, around, groups)
 
     def count_positions(self, space: Sequence[int]) -> list[int]:
-        """How many windows fit on each axis of a padded image."""
+        """Count the windows that fit on each axis.
+
+        Args:
+            space: size of the padded image on each axis.
+        """
         sizes = zip(space, self.kernel, self.stride, self.dilation, strict=True)
         return [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in sizes]
 
     def count_pixels(self, space: Sequence[int]) -> int:
-        """How many pixels an image has when it is padded."""
+        """Count the pixels of an image after padding, from its size before."""
         return math.prod(n + sum(pair) for n, pair in zip(space, self.padding, strict=True))
 
     def pad(self, image: Float[Tensor, "n c *space"]) -> Float[Tensor, "n c *padded"]:
-        """The image with zeros around it."""
+        """Pad images with zeros."""
         if not any(map(any, self.padding)):
             return image
         return F.pad(image, list(itertools.chain(*reversed(self.padding))))
 
     def shifts(self, positions: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-        """For each offset in a window, the pixels that the windows at all positions have there."""
+        """For each offset inside a window, yield slices of the padded image.
+
+        The slices select the pixel at that offset of the windows at all positions.
+
+        Args:
+            positions: number of windows on each axis.
+        """
         for offset in itertools.product(*map(range, self.kernel)):
             cut = []
             for axis, number in enumerate(positions):
@@ -78,6 +89,7 @@ class Geometry:
 
 
 def _per_axis(value: Any, space: int) -> tuple[int, ...]:
+    """Repeat a single number for each of `space` axes."""
     if not isinstance(value, Sequence):
         return (int(value),) * space
     return tuple(value) * (space if len(value) == 1 else 1)
@@ -86,8 +98,9 @@ def _per_axis(value: Any, space: int) -> tuple[int, ...]:
 def _padding_per_axis(
     padding: Any, kernel: Sequence[int], dilation: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Zeros before and after each axis; "same" puts the extra one of an odd total after, as torch
-    does.
+    """Count the zeros before and after each axis.
+
+    If "same" needs an odd number of zeros, the extra one comes after, as in torch.
     """
     if padding == "valid":
         return [(0, 0)] * len(kernel)
@@ -100,24 +113,24 @@ def _padding_per_axis(
 def extract_windows(
     image: Float[Tensor, "n c *space"], geometry: Geometry, positions: Sequence[int] | None = None
 ) -> Float[Tensor, "n t g f"]:
-    """Copy the window at each position, f = kernel · channels of the group.
+    """Copy the window at each position, with f = kernel size · channels of a group.
 
     Args:
-        image: the images.
-        geometry: of the windows.
-        positions: number of windows on each axis; by default all that fit.
+        image: images before padding.
+        geometry: kernel, stride, dilation, padding and groups of the windows.
+        positions: number of windows on each axis; by default as many as fit.
     """
     x = geometry.pad(image).movedim(1, -1)
     n, *space, channels = x.shape
     kernel, groups = geometry.kernel, geometry.groups
     if positions is None:
         positions = geometry.count_positions(space)
-    first, *steps, last = x.stride()
-    between = [s * by for s, by in zip(steps, geometry.stride, strict=True)]
-    inside = [s * by for s, by in zip(steps, geometry.dilation, strict=True)]
+    image_step, *axis_steps, channel_step = x.stride()
+    between = [step * s for step, s in zip(axis_steps, geometry.stride, strict=True)]
+    inside = [step * d for step, d in zip(axis_steps, geometry.dilation, strict=True)]
     view = x.as_strided(
         (n, *positions, *kernel, channels),
-        (first, *between, *inside, last),
+        (image_step, *between, *inside, channel_step),
     )
     view = view.reshape(n, math.prod(positions), math.prod(kernel), groups, channels // groups)
     return view.transpose(2, 3).flatten(3)
@@ -126,10 +139,16 @@ def extract_windows(
 def window_gram(
     image: Float[Tensor, "n c *space"], geometry: Geometry, samples: int
 ) -> Float[Tensor, "b t t"]:
-    """The inner products between all windows of a sample, from those between its pixels.
+    """Compute the inner products between all windows of a sample from those between its pixels.
 
-    Σ_k ⟨a[t + k], a[t' + k]⟩: a sum of shifted copies of the pixels' Gram matrix, as many times
-    cheaper than the windows' own as a window has pixels.
+    Windows at t and t' have the inner product Σ_k ⟨a[t + k], a[t' + k]⟩, so their Gram matrix is a
+    sum of shifted copies of the pixels' Gram matrix. If a window has K pixels, that takes 1/K of
+    the multiplications.
+
+    Args:
+        image: images before padding; one group of channels.
+        geometry: kernel, stride, dilation and padding of the windows.
+        samples: number of samples that the images belong to, in order.
     """
     x = geometry.pad(image).movedim(1, -1)
     n, *space, channels = x.shape
@@ -152,15 +171,15 @@ def weight_gradient(
     weight: Tensor,
     geometry: Geometry,
 ) -> Tensor:
-    """The gradient of a convolution's weight, added up over all images, without a copy of windows.
+    """Compute the gradient of a convolution's weight by torch's own kernel, summed over images.
 
-    This is torch's own.
+    The kernel does not copy the windows.
 
     Args:
-        cotangent: δ.
-        image: a.
-        weight: W, for its shape.
-        geometry: of the windows.
+        cotangent: cotangent δ of the convolution's result.
+        image: the convolution's input a, before padding.
+        weight: weight W, read for its shape.
+        geometry: kernel, stride, dilation, padding and groups of the windows.
     """
     x = geometry.pad(at_least_float32(image))
     zeros = [0] * len(geometry.kernel)
@@ -186,16 +205,16 @@ def depthwise_gradient(
     geometry: Geometry,
     samples: int,
 ) -> Float[Tensor, "b c 1 *kernel"]:
-    """The gradient of filters for one channel each: Σ_t δ[c, t] a[c, t + k] for every offset k.
+    """Compute the gradient of a depthwise convolution: Σ_t δ[c, t] a[c, t + k] for each offset k.
 
-    One product with a shifted image for each offset, in whatever memory format there is: a copy of
-    all windows would be as many times larger than the image.
+    One product with a shifted image for each offset: a copy of all windows would be larger than the
+    image by the number of offsets.
 
     Args:
-        cotangent: δ.
-        image: a.
-        geometry: of the windows.
-        samples: number of samples.
+        cotangent: cotangent δ of the convolution's result.
+        image: the convolution's input a, before padding.
+        geometry: kernel, stride, dilation and padding of the windows.
+        samples: number of samples that the images belong to, in order.
     """
     x, d = geometry.pad(at_least_float32(image)), at_least_float32(cotangent)
     sums = []

@@ -23,18 +23,19 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """y_t = W[id_t]: ∂W = Σ_t onehot(id_t) δ_tᵀ, without the padding row, which stays zero.
+    """Run an embedding, y_t = W[id_t]: ∂W = Σ_t onehot(id_t) δ_tᵀ, zero in the padding row.
 
-    A product with one-hot vectors a_t, so ⟨a_t, a_t'⟩ is 1 where two positions hold the same id.
+    This is a product with one-hot vectors a_t, so ⟨a_t, a_t'⟩ is 1 where two positions have the
+    same id.
 
     Args:
         call: the operation.
         weight: W [v, o].
-        input: the ids.
-        padding_idx: the row of W that gets no gradient.
-        scale_grad_by_freq: not covered if set: autograd then returns something else than the
+        input: the ids, integers of any shape.
+        padding_idx: index of the row of W that gets no gradient.
+        scale_grad_by_freq: the rule does not cover True: autograd then does not return the
             derivative.
-        sparse: how autograd stores the gradient, which does not matter here.
+        sparse: not used; it says how autograd stores the gradient.
     """
     layout = call.input_layout(input)
     if layout is None or scale_grad_by_freq or not call.is_param(weight):
@@ -56,8 +57,8 @@ def embedding(
 
     def gram() -> Tensor:
         i = ids()
-        same = i[:, :, None] == i[:, None, :]
-        return same.to(at_least_float32(weight).dtype)
+        same_id = i[:, :, None] == i[:, None, :]
+        return same_id.to(at_least_float32(weight).dtype)
 
     sizes = OuterSizes(input.numel() // samples, features, vocabulary, 1)
     outer = Outer(grad_outputs, activations, in_out, samples, sizes, fast_gram=gram)

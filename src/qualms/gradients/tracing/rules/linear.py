@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def linear(call: OpCall, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """y_t = W a_t + b: ∂W = Σ_t δ_t a_tᵀ, ∂b = Σ_t δ_t.
+    """Run a linear layer, y_t = W a_t + b: ∂W = Σ_t δ_t a_tᵀ, ∂b = Σ_t δ_t.
 
     Args:
         call: the operation.
@@ -30,9 +30,9 @@ def linear(call: OpCall, input: Tensor, weight: Tensor, bias: Tensor | None = No
 
 
 def matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
-    """y_t = a_t W with the parameter on the right: ∂W = Σ_t a_t δ_tᵀ.
+    """Run a matrix product with the parameter on the right, y_t = a_t W: ∂W = Σ_t a_t δ_tᵀ.
 
-    A parameter on the left is broadcast over rows.
+    If the parameter is on the left, or W is not a matrix, `broadcast` serves.
     """
     if call.is_param(input) or other.ndim != 2 or input.ndim < 2:
         return broadcast(call, input, other)
@@ -42,15 +42,15 @@ def matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
 def addmm(
     call: OpCall, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Any:
-    """y_t = b + a_t W, as in a transposed linear layer: ∂W = Σ_t a_t δ_tᵀ, ∂b = Σ_t δ_t.
+    """Run y_t = b + a_t W, a linear layer with Wᵀ: ∂W = Σ_t a_t δ_tᵀ, ∂b = Σ_t δ_t.
 
     Args:
         call: the operation.
         input: b [o].
         mat1: a [t, f].
         mat2: W [f, o].
-        beta: scale of b; covered if 1.
-        alpha: scale of the product; covered if 1.
+        beta: scale of b; the rule covers 1 alone.
+        alpha: scale of the product; the rule covers 1 alone.
     """
     if beta != 1 or alpha != 1 or input.ndim != 1:
         return NotImplemented
@@ -62,10 +62,10 @@ def _run(call: OpCall, a: Tensor, weight: Tensor, bias: Tensor | None, out_axis:
 
     Args:
         call: the operation.
-        a: its input [..., f].
-        weight: W.
-        bias: b, whose gradient is Σ_t δ_t.
-        out_axis: the axis of W that counts the features of the product.
+        a: input of the product [..., f].
+        weight: W [o, f] or [f, o].
+        bias: b [o].
+        out_axis: the axis of W that counts the features o of the product.
     """
     layout = call.input_layout(a)
     if layout is None or layout.axis == a.ndim - 1:
@@ -85,7 +85,7 @@ def _run(call: OpCall, a: Tensor, weight: Tensor, bias: Tensor | None, out_axis:
 def unbatched_linear(
     call: OpCall, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Any:
-    """`linear` where no axis counts the rows: the same sums, over the positions of each sample.
+    """Run `linear` where no axis counts the rows: the same sums over each sample's positions.
 
     Args:
         call: the operation.
@@ -102,7 +102,7 @@ def unbatched_linear(
 
 
 def unbatched_matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
-    """`matmul` where no axis counts the rows: the same sum, over the positions of each sample."""
+    """Run `matmul` where no axis counts the rows: the same sum over each sample's positions."""
     if call.is_param(input) or other.ndim != 2 or input.ndim < 2:
         return NotImplemented
     return call.run_unbatched({id(other): lambda ids: ids.product(input, in_out)})

@@ -1,6 +1,6 @@
 """Rules for normalizations and PReLU: ∂γ = Σ_t δ_t x̂_t, ∂β = Σ_t δ_t.
 
-x̂ is what γ multiplies: the normalized input, or the negative part of it (PReLU).
+x̂ is the tensor that γ multiplies: the normalized input, or for PReLU the input's negative part.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """Batch normalization with running statistics: x̂ = (x - μ) / √(σ² + ε).
+    """Run batch normalization with running statistics: x̂ = (x - μ) / √(σ² + ε).
 
-    With batch statistics samples are not independent, and no rule can cover it.
+    With batch statistics the samples are not independent, and no rule can cover that.
 
     Args:
         call: the operation.
@@ -45,7 +45,7 @@ def batch_norm(
         running_mean: μ [channel].
         running_var: σ² [channel].
         training: whether batch statistics are used.
-        momentum: of the running statistics; not used.
+        momentum: momentum of the running statistics; not used.
         eps: ε.
         cudnn_enabled: not used.
     """
@@ -69,7 +69,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Any:
-    """Group normalization: x̂ = (x - μ) / √(σ² + ε), over each group of a row's channels.
+    """Run group normalization: x̂ = (x - μ) / √(σ² + ε), over each group of a row's channels.
 
     Args:
         call: the operation.
@@ -96,7 +96,7 @@ def instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """Instance normalization: x̂ = (x - μ) / √(σ² + ε), over each channel of a row.
+    """Run instance normalization: x̂ = (x - μ) / √(σ² + ε), over each channel of a row.
 
     Args:
         call: the operation.
@@ -104,9 +104,9 @@ def instance_norm(
         weight: γ [channel].
         bias: β [channel].
         running_mean: μ [channel], if running statistics are used.
-        running_var: σ² [channel], likewise.
-        use_input_stats: whether the statistics are the input's.
-        momentum: of the running statistics.
+        running_var: σ² [channel], if running statistics are used.
+        use_input_stats: whether the input's own statistics are used.
+        momentum: momentum of the running statistics.
         eps: ε.
         cudnn_enabled: not used.
     """
@@ -124,7 +124,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Any:
-    """Layer normalization: x̂ = (x - μ) / √(σ² + ε), over the last axes.
+    """Run layer normalization: x̂ = (x - μ) / √(σ² + ε), over the last axes.
 
     Args:
         call: the operation.
@@ -146,7 +146,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Any:
-    """Root-mean-square normalization: x̂ = x / √(mean x² + ε), over the last axes.
+    """Run root-mean-square normalization: x̂ = x / √(mean x² + ε), over the last axes.
 
     Args:
         call: the operation.
@@ -160,7 +160,7 @@ def rms_norm(
 
 
 def prelu(call: OpCall, input: Tensor, weight: Tensor) -> Any:
-    """PReLU, max(x, 0) + w min(x, 0): ∂w = Σ_t δ_t min(x_t, 0), for each channel or for all."""
+    """Run PReLU, max(x, 0) + w min(x, 0): ∂w = Σ_t δ_t min(x_t, 0), for each channel or for all."""
 
     def negative_part() -> Tensor:
         return input.detach().clamp_max(0)
@@ -181,14 +181,14 @@ def _channel_affine(
     bias: Tensor | None,
     normalize: Callable[[], Tensor],
 ) -> Any:
-    """γ_c x̂ + β_c with parameters for the channels of [n, channel, …].
+    """Run γ_c x̂ + β_c, with one γ_c and β_c for each channel, and add the factors of γ and β.
 
     Args:
         call: the operation.
-        input: x.
-        weight: γ.
-        bias: β.
-        normalize: gives x̂.
+        input: x [n, channel, …].
+        weight: γ [channel].
+        bias: β [channel].
+        normalize: returns x̂, in the shape of x.
     """
     layout = call.input_layout(input)
     if layout is None or layout.axis not in (None, 0):
@@ -204,20 +204,20 @@ def _trailing_affine(
     bias: Tensor | None,
     normalize: Callable[[], Tensor],
 ) -> Any:
-    """γ x̂ + β with parameters in the shape of the last axes.
+    """Run γ x̂ + β, with γ and β in the shape of the last axes of x, and add their factors.
 
     Args:
         call: the operation.
-        input: x.
-        weight: γ.
-        bias: β.
-        normalize: gives x̂.
+        input: x [..., *shape].
+        weight: γ [*shape].
+        bias: β [*shape].
+        normalize: returns x̂, in the shape of x.
     """
     layout = call.input_layout(input)
-    last = weight if weight is not None else bias
-    if layout is None or last is None:
+    parameter = weight if weight is not None else bias
+    if layout is None or parameter is None:
         return NotImplemented
-    if layout.axis is not None and layout.axis >= input.ndim - last.ndim:
+    if layout.axis is not None and layout.axis >= input.ndim - parameter.ndim:
         return NotImplemented
     return _affine(call, weight, bias, normalize, partial(Summed.trailing, call.samples, layout))
 
@@ -235,8 +235,8 @@ def _affine(
         call: the operation.
         weight: γ.
         bias: β.
-        normalize: gives x̂.
-        summed: from a parameter, and what scales the cotangent, to the parameter's gradient.
+        normalize: returns x̂, in the shape of the result.
+        summed: builds the gradient of a parameter, from the parameter and a `scale` for δ.
     """
     out = call.run()
     edge = get_gradient_edge(out)
@@ -248,7 +248,7 @@ def _affine(
 
 
 def _once(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Compute what all cotangents share when the first one needs it."""
+    """Wrap a function so that it is computed once, at its first call, in at least 32 bits."""
     kept: list[Tensor] = []
 
     def get() -> Tensor:

@@ -1,9 +1,10 @@
-"""Rules for recurrent layers: one sum over all steps for each weight; single cells are split up.
+"""Rules for recurrent layers and cells: the gradient of each weight is a sum over all steps.
 
-The cotangents δ_t of the gates p_t (`recurrent_steps.py`) arrive together, at one edge, so the
-weights of a layer in one direction are those of a linear layer with a position for each step: ∂W =
-Σ_t δ_t x_tᵀ, ∂U = Σ_t δ_t h_{t-1}ᵀ, and both biases Σ_t δ_t. What a GRU's state adds to its
-candidate is scaled by r_t, and so are its δ_t for U and b'.
+The cotangents δ_t of the gates p_t (`recurrent_steps.py`) of all steps arrive at one edge of the
+graph. So the weights of a layer in one direction have the gradients of a linear layer with a
+position for each step: ∂W = Σ_t δ_t x_tᵀ, ∂U = Σ_t δ_t h_{t-1}ᵀ, and Σ_t δ_t for both biases. In a
+GRU the gate n takes r_t (U h' + b'), so for U and b' its δ_t is scaled by r_t. Single cells are
+written out as products and sums, which are traced one by one.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ if TYPE_CHECKING:
 def recurrent(
     kind: str, call: OpCall, input: Tensor, hx: Any, params: Any, *options: Any, **named: Any
 ) -> Any:
-    """∂W = Σ_t δ_t x_tᵀ, ∂U = Σ_t δ_t h_{t-1}ᵀ, ∂b = Σ_t δ_t, for each layer and direction.
+    """Run recurrent layers, with ∂W = Σ_t δ_t x_tᵀ, ∂U = Σ_t δ_t h_{t-1}ᵀ, ∂b = Σ_t δ_t for each.
 
     Args:
-        kind: of layer: `lstm`, `gru`, `rnn_tanh` or `rnn_relu`.
+        kind: kind of layer: `lstm`, `gru`, `rnn_tanh` or `rnn_relu`.
         call: the operation.
-        input: x of all steps.
-        hx: the state before the first step: h, or (h, c) of an LSTM.
+        input: input of all steps, [t, n, f] or [n, t, f]; it may be a parameter.
+        hx: the state before the first step: h, or (h, c) of an LSTM; it may be a parameter.
         params: W, U, b and b' of each layer and direction.
-        options: the other arguments, in the order of `RecurrentOptions`.
-        named: those of them that are given by name.
+        options: positional arguments after the weights, in the order of `RecurrentOptions`.
+        named: arguments after the weights that are given by name.
     """
     how = RecurrentOptions.of(options, named)
     if how is None:
@@ -79,15 +80,18 @@ def _run_one_way(
     Args:
         call: the operation.
         one_way: the layer.
-        layout: of x [t, n, f].
-        x: the input of all steps.
-        state: before the first step.
+        layout: which axis of `x` counts the rows.
+        x: input of all steps [t, n, f].
+        state: the state before the first step.
+
+    Returns:
+        h of all steps [t, n, h], and the state after the last step.
     """
-    plain = OneWay(one_way.kind, [weight.detach() for weight in one_way.weights])
+    detached = OneWay(one_way.kind, [weight.detach() for weight in one_way.weights])
     w, u, *biases = one_way.weights
     shift = x.new_zeros(()).expand(*x.shape[:2], len(w)).requires_grad_()
     edge = get_gradient_edge(shift)
-    h, last, coefficients = plain(x, state, shift)
+    h, last, coefficients = detached(x, state, shift)
     scale, gram = state_scale(one_way.kind, coefficients), SharedGram()
 
     def product(a: Tensor, scale: Tensor | None) -> Outer:
@@ -102,27 +106,29 @@ def _run_one_way(
         call.add_factor(u, [edge], product(shift_steps(state[0], h), scale))
     for number, bias in enumerate(biases):
         if call.is_param(bias):
-            times = _constant(scale) if scale is not None and number == 1 else None
-            call.add_factor(bias, [edge], Summed.trailing(call.samples, layout, bias, times))
+            # biases[1] is b', which a GRU scales
+            get_scale = _constant(scale) if scale is not None and number == 1 else None
+            call.add_factor(bias, [edge], Summed.trailing(call.samples, layout, bias, get_scale))
     return h, last
 
 
 def _constant(t: Tensor) -> Callable[[], Tensor]:
+    """Wrap a tensor in a function that returns it, as `Summed.trailing` takes its scale."""
     return lambda: t
 
 
-# Single cells, in a loop of the user's: their products and sums are traced one by one.
+# Single cells, which the user calls in a loop: `with call.recorder` traces the products and sums.
 
 
 def lstm_cell(call: OpCall, input: Tensor, hx: Any, *weights: Any, **named: Any) -> Any:
-    """i, f, g, o = σ, σ, tanh, σ of p + q,  c = f c' + i g,  h = o tanh c.
+    """Run one LSTM step: i, f, g, o = σ, σ, tanh, σ of p + q,  c = f c' + i g,  h = o tanh c.
 
     Args:
         call: the operation.
-        input: x.
-        hx: (h', c').
-        weights: those of `_gates`.
-        named: those of them that are given by name.
+        input: the input x of this step, [n, f].
+        hx: the state (h', c') before this step, each [n, h].
+        weights: the weights and biases that `_gates` takes.
+        named: weights and biases that are given by name.
     """
     h, c = hx
     with call.recorder:
@@ -133,14 +139,14 @@ def lstm_cell(call: OpCall, input: Tensor, hx: Any, *weights: Any, **named: Any)
 
 
 def gru_cell(call: OpCall, input: Tensor, hx: Tensor, *weights: Any, **named: Any) -> Any:
-    """r, z = σ of p + q,  n = tanh(p + r q),  h = n + z (h' - n).
+    """Run one GRU step: r, z = σ of p + q,  n = tanh(p + r q),  h = n + z (h' - n).
 
     Args:
         call: the operation.
-        input: x.
-        hx: h'.
-        weights: those of `_gates`.
-        named: those of them that are given by name.
+        input: the input x of this step, [n, f].
+        hx: the state h' before this step, [n, h].
+        weights: the weights and biases that `_gates` takes.
+        named: weights and biases that are given by name.
     """
     with call.recorder:
         p, q = _gates(input, hx, *weights, **named)
@@ -159,15 +165,15 @@ def rnn_cell(
     *weights: Any,
     **named: Any,
 ) -> Any:
-    """h = activation(p + q).
+    """Run one RNN step: h = activation(p + q).
 
     Args:
         activation: tanh or ReLU.
         call: the operation.
-        input: x.
-        hx: h'.
-        weights: those of `_gates`.
-        named: those of them that are given by name.
+        input: the input x of this step, [n, f].
+        hx: the state h' before this step, [n, h].
+        weights: the weights and biases that `_gates` takes.
+        named: weights and biases that are given by name.
     """
     with call.recorder:
         p, q = _gates(input, hx, *weights, **named)
@@ -182,14 +188,14 @@ def _gates(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """p = W x + b, q = U h' + b'.
+    """Compute the two parts of the gates' pre-activations, p = W x + b and q = U h' + b'.
 
     Args:
-        x: the input.
-        h: h'.
-        w_ih: W.
-        w_hh: U.
-        b_ih: b.
-        b_hh: b'.
+        x: the input [n, f].
+        h: the state h' before this step, [n, h].
+        w_ih: W [g, f].
+        w_hh: U [g, h].
+        b_ih: b [g].
+        b_hh: b' [g].
     """
     return F.linear(x, w_ih, b_ih), F.linear(h, w_hh, b_hh)

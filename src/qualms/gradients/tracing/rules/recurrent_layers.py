@@ -1,5 +1,6 @@
-"""Recurrent layers run step by step, not by torch's fused kernels, for both modes of
-differentiation.
+"""Runs recurrent layers step by step, with derivatives in reverse and in forward mode.
+
+torch's fused kernels return no cotangents of the gates, and have no fast rule for forward mode.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +26,11 @@ from qualms.gradients.tracing.rules.recurrent_steps import (
 
 
 class _Layer(torch.autograd.Function):
-    """One layer in one direction: (h of all steps, c after the last one of an LSTM, coefficients).
+    """One recurrent layer in one direction, with both modes of differentiation.
 
-    `shift`, all zero, is added to the gates p, so that its gradient is δ. The gradients of weights
-    follow from δ and are not computed here.
+    Returns h of all steps, for an LSTM also c after the last step, and the coefficients of the
+    derivative. `shift`, all zero, stands for a term added to the gates p, so its gradient is their
+    cotangent δ. The gradients of weights follow from δ and are not computed here.
     """
 
     @staticmethod
@@ -45,14 +47,14 @@ class _Layer(torch.autograd.Function):
         """Run all steps.
 
         Args:
-            kind: of layer, a key of `RECURSIONS`.
+            kind: kind of layer, a key of `RECURSIONS`.
             x: input of all steps [t, n, f].
-            shift: zero, for its gradient.
-            w: W [g, f].
-            u: U [g, h].
-            b: b [g].
-            b_state: b' [g], of a GRU.
-            state: before the first step.
+            shift: zeros [t, n, g], whose gradient is δ; None if δ is not wanted.
+            w: weight W [g, f] of the input.
+            u: weight U [g, h] of the state.
+            b: bias b [g], for an LSTM or RNN the sum of both biases.
+            b_state: bias b' [g] of the state; GRU only.
+            state: the state before the first step: h, or h and c of an LSTM, each [n, h].
         """
         h, last, coefficients = RECURSIONS[kind].run(_linear(x, w, b), u, b_state, state)
         return h, *last[1:], *coefficients
@@ -71,7 +73,14 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
-        """From the cotangents of h and c to those of x, p and the first state."""
+        """Compute the cotangents of x, shift (this is δ) and the first state from those of h and c.
+
+        Args:
+            ctx: what `setup_context` kept.
+            dh: cotangents of h at all steps; None if h is unused.
+            others: the cotangent of c after the last step for an LSTM, then those of the
+                coefficients, which are None.
+        """
         assert not any(ctx.needs_input_grad[3:7])
         _, w, u, *coefficients = ctx.saved_tensors
         if dh is None:
@@ -95,33 +104,37 @@ class _Layer(torch.autograd.Function):
         db_state: Tensor | None,
         *dstate: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """From the tangents of all inputs to those of h and c.
+        """Compute the tangents of h, and of c after the last step, from those of all inputs.
 
         Args:
             ctx: what `setup_context` kept.
             dx: tangent of x.
-            dshift: None.
+            dshift: None; the shift has no tangent.
             dw: tangent of W.
             du: tangent of U.
             db: tangent of b.
-            db_state: tangent of b'.
-            dstate: tangents of the first state.
+            db_state: tangent of b' (GRU only).
+            dstate: tangents of the state before the first step.
         """
         x, w, u, first, h, *coefficients = ctx.saved_tensors
+        # LSTM, RNN: U h' + b' adds directly to p, and b' is already part of b; a GRU scales it by r
+        # (state_scale).
         scale = state_scale(ctx.kind, tuple(coefficients))
         of_input, of_state = [(x, dw), (dx, w)], [(shift_steps(first, h), du)]
-        if scale is None:  # everything adds up to one product
+        if scale is None:
             dp = _tangent([*of_input, *of_state], db, u, h)
         else:
-            tangent = _tangent(of_state, db_state, u, h)
-            dp = torch.addcmul(_tangent(of_input, db, u, h), tangent, scale)
+            dq = _tangent(of_state, db_state, u, h)
+            dp = torch.addcmul(_tangent(of_input, db, u, h), dq, scale)
         state = tuple(torch.zeros_like(first) if d is None else d for d in dstate)
-        dh, last = RECURSIONS[ctx.kind].push(tuple(coefficients), u, dp, state)
-        return dh, *last[1:], *[None] * len(coefficients)
+        dh, last_state = RECURSIONS[ctx.kind].push(tuple(coefficients), u, dp, state)
+        dc_last = last_state[1:]  # of an LSTM; else empty
+        no_tangents = [None] * len(coefficients)
+        return dh, *dc_last, *no_tangents
 
 
 def _linear(x: Float[Tensor, "t n f"], weight: Tensor, bias: Tensor | None) -> Gates:
-    """One product for all steps and rows: that of three axes may take one for each step."""
+    """Compute x Wᵀ + b as one matrix product: with three axes torch may run one for each step."""
     return F.linear(x.flatten(0, 1), weight, bias).unflatten(0, x.shape[:2])
 
 
@@ -131,13 +144,14 @@ def _tangent(
     u: Tensor,
     h: Hidden,
 ) -> Gates:
-    """Σ x Wᵀ + b of the pairs (x, W) that are known: one product of all x and all W side by side.
+    """Compute Σ x Wᵀ + b over pairs (x, W), as one product of all x and all W side by side.
 
     Args:
-        products: pairs of inputs and weights, of which one is a tangent.
+        products: pairs of an input and a weight, of which one is a tangent; a pair with None, for a
+            tangent of zero, is left out.
         bias: tangent of b.
-        u: U, for the number of gates.
-        h: of all steps, for the number of steps and rows.
+        u: weight U [g, h], read for the number of gates g.
+        h: states h of all steps, read for the number of steps and rows.
     """
     inputs: list[Tensor] = []
     weights: list[Tensor] = []
@@ -147,8 +161,8 @@ def _tangent(
             weights.append(w)
     if inputs:
         return _linear(torch.cat(inputs, dim=2), torch.cat(weights, dim=1), bias)
-    nothing = h.new_zeros(*h.shape[:2], len(u))
-    return nothing if bias is None else nothing + bias
+    zeros = h.new_zeros(*h.shape[:2], len(u))
+    return zeros if bias is None else zeros + bias
 
 
 @dataclass(frozen=True)
@@ -156,8 +170,8 @@ class OneWay:
     """One layer in one direction.
 
     Args:
-        kind: of layer, a key of `RECURSIONS`.
-        weights: W, U, and b and b' if there are biases.
+        kind: kind of layer, a key of `RECURSIONS`.
+        weights: the layer's parameters: W, U, and b and b' if there are biases.
     """
 
     kind: str
@@ -169,26 +183,26 @@ class OneWay:
         """Run all steps.
 
         Args:
-            x: input of all steps.
-            state: before the first step.
-            shift: a zero whose gradient is δ.
+            x: input of all steps [t, n, f].
+            state: the state before the first step.
+            shift: zeros [t, n, g] whose gradient is δ, the cotangent of the gates.
 
         Returns:
-            h of all steps, the state after the last one, and the coefficients of the derivative.
+            h of all steps, the state after the last step, and the coefficients of the derivative.
         """
         w, u, *biases = self.weights
         b, b_state = biases or (None, None)
-        if biases and self.kind != "gru":  # in which alone the two biases do more than add up
+        if biases and self.kind != "gru":  # a GRU scales b' by r; in other layers b and b' just add
             b, b_state = biases[0] + biases[1], None
         apply: Callable[..., Any] = _Layer.apply
         out = apply(self.kind, x, shift, w, u, b, b_state, *state)
         h, *others = out
-        cells = len(state) - 1
+        cells = len(state) - 1  # 1 for an LSTM, which returns c as well; else 0
         return h, (h[-1], *others[:cells]), tuple(others[cells:])
 
 
 class RecurrentOptions(NamedTuple):
-    """The arguments of `torch.lstm` and the like after the weights, in torch's order."""
+    """The arguments of `torch.lstm`, `gru`, ... that follow the weights, in torch's order."""
 
     has_biases: bool
     num_layers: int
@@ -199,39 +213,44 @@ class RecurrentOptions(NamedTuple):
 
     @classmethod
     def of(cls, options: Sequence[Any], named: dict[str, Any]) -> "RecurrentOptions | None":
-        """The options by name; None for packed sequences, whose arguments are others."""
+        """Name the options; None for packed sequences, whose arguments are in another order.
+
+        Args:
+            options: positional arguments after the weights.
+            named: keyword arguments.
+        """
         try:
-            how = cls(*options, **named)
+            parsed = cls(*options, **named)
         except TypeError:  # another number of arguments
             return None
-        return how if isinstance(how.has_biases, bool) else None
+        return parsed if isinstance(parsed.has_biases, bool) else None
 
 
-# How one layer is run in one direction: from x and the state before the first step to h and the
-# state after the last.
+# Runs one layer in one direction: maps x and the state before the first step to h of all steps and
+# the state after the last one.
 Run = Callable[[OneWay, Float[Tensor, "t n f"], State], tuple[Tensor, State]]
 
 
 def run_layers(
     kind: str, run: Run, input: Tensor, hx: Any, params: Sequence[Tensor], how: RecurrentOptions
 ) -> Any:
-    """What `torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` returns, layer by layer.
+    """Compute what `torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` returns, layer by layer.
 
     Args:
-        kind: which of them.
-        run: runs a layer in one direction.
-        input: x of all steps.
+        kind: kind of layer: "lstm", "gru", "rnn_tanh" or "rnn_relu".
+        run: runs one layer in one direction.
+        input: input of all steps, [t, n, f] or [n, t, f].
         hx: the state before the first step: h, or (h, c) of an LSTM.
         params: W, U, b and b' of each layer and direction.
-        how: the other arguments.
+        how: the arguments after the weights.
 
     Returns:
-        (x, h), or (x, h, c) of an LSTM; NotImplemented for projections, active dropout and
-        autocast.
+        The output of all steps, and h of all layers after the last step, for an LSTM also c.
+        NotImplemented for projections, active dropout and autocast.
     """
     directions = 1 + how.bidirectional
-    each = 2 + 2 * how.has_biases
-    if len(params) != how.num_layers * directions * each:
+    per_layer = 2 + 2 * how.has_biases  # W, U, b, b'
+    if len(params) != how.num_layers * directions * per_layer:
         return NotImplemented
     if (how.train and how.dropout > 0) or torch.is_autocast_enabled(input.device.type):
         return NotImplemented
@@ -242,7 +261,7 @@ def run_layers(
         outputs: list[Tensor] = []
         for backward in range(directions):
             number = layer * directions + backward
-            one_way = OneWay(kind, params[number * each : (number + 1) * each])
+            one_way = OneWay(kind, params[number * per_layer : (number + 1) * per_layer])
             first = tuple(state[number] for state in states)
             if backward:
                 h, end = run(one_way, x.flip(0), first)
@@ -259,17 +278,19 @@ def run_layers(
 
 
 def _run(one_way: OneWay, x: Float[Tensor, "t n f"], state: State) -> tuple[Tensor, State]:
+    """Run one layer in one direction, without a shift and without its coefficients."""
     h, last, _ = one_way(x, state)
     return h, last
 
 
 class Unrolled(CallMode):
-    """Runs recurrent layers step by step: fused kernels have no rule, or a slow one, for forward
-    mode.
+    """A function mode that runs recurrent layers step by step, for forward-mode differentiation.
+
+    torch's fused kernels have no forward-mode rule, or a slow one.
     """
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, a recurrent layer step by step."""
+        """Run an operation: recurrent layers step by step, all others as they are."""
         kind = name_of(func)
         how = RecurrentOptions.of(args[3:], kwargs) if kind in RECURSIONS else None
         if how is None:

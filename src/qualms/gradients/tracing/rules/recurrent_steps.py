@@ -1,18 +1,17 @@
-"""LSTM, GRU and RNN step by step, and linearized: what fused kernels compute, for both modes of
-differentiation.
+"""LSTM, GRU and RNN step by step, with their derivatives in reverse and in forward mode.
 
-With gates p_t = W x_t + b, the part of the pre-activations that needs no step before it, a layer is
-the recursion
+Let p_t = W x_t + b, called the gates here, be the part of the gates' pre-activations that does not
+depend on the step before. A layer is the recursion
 
     LSTM    i, f, g, o = σ, σ, tanh, σ of p_t + U h',    c = f c' + i g,    h = o tanh c
     GRU     r, z = σ of p_t + q,    n = tanh(p_t + r q),    q = U h' + b',    h = (1 - z) n + z h'
     RNN     h = tanh or ReLU of p_t + U h'
 
-in which a prime marks the step before. Its derivative at each step is a handful of products with
-coefficients that depend on the values alone: they are computed once, for all steps together, and
-serve every cotangent that is pulled back and every tangent that is pushed forward. What the fused
-kernels do not return, the cotangent δ_t of p_t, is all that the gradients of the weights need: ∂W =
-Σ_t δ_t x_tᵀ, ∂U = Σ_t δ_t h'ᵀ.
+in which a prime marks the step before. The derivative of a step is a few products with coefficients
+that depend on the forward pass alone. They are computed once, for all steps together, and used for
+every cotangent that is pulled back and every tangent that is pushed forward. The gradients of the
+weights need only the cotangent δ_t of p_t, which torch's fused kernels do not return: ∂W = Σ_t δ_t
+x_tᵀ, ∂U = Σ_t δ_t h'ᵀ.
 
 Tensors have time first here: [t, n, feature].
 """
@@ -24,8 +23,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-State = tuple[Tensor, ...]  # h, and c of an LSTM: each [n, h]
-Coefficients = tuple[Tensor, ...]  # of all steps
+State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM: each [n, h]
+Coefficients = tuple[Tensor, ...]  # partial derivatives of all steps, kept by a `run` function
 Gates = Float[Tensor, "t n g"]
 Hidden = Float[Tensor, "t n h"]
 RunFn = Callable[[Gates, Tensor, Tensor | None, State], tuple[Hidden, State, Coefficients]]
@@ -33,15 +32,15 @@ RunFn = Callable[[Gates, Tensor, Tensor | None, State], tuple[Hidden, State, Coe
 
 @dataclass(frozen=True)
 class Recursion:
-    """A kind of recurrent layer.
+    """A kind of recurrent layer: its forward pass, and both modes of differentiation.
 
     Args:
-        run: from p, U, b' (GRU's) and the state before the first step to h [t, n, h], the state
+        run: maps p, U, b' (of a GRU) and the state before the first step to h [t, n, h], the state
             after the last step and the coefficients.
-        pull: from the coefficients, U and the cotangents of h [t, n, h] and of c after the last
-            step to the cotangents of p and of the state before the first step.
-        push: from the coefficients, U and the tangents of p and of the state before the first step
-            to those of h and of the state after the last step.
+        pull: reverse mode: maps the coefficients, U and the cotangents of h [t, n, h] and of c
+            after the last step to the cotangents of p and of the state before the first step.
+        push: forward mode: maps the coefficients, U and the tangents of p and of the state before
+            the first step to the tangents of h and of the state after the last step.
     """
 
     run: RunFn
@@ -50,14 +49,19 @@ class Recursion:
 
 
 def shift_steps(first: Float[Tensor, "n h"], later: Hidden) -> Hidden:
-    """The state before each step, from the first one and those after all steps."""
+    """Return the states h' before each step.
+
+    Args:
+        first: the state before the first step.
+        later: the states after each step.
+    """
     return torch.cat([first.unsqueeze(0), later[:-1]])
 
 
 def state_scale(kind: str, coefficients: Coefficients) -> Float[Tensor, "t n g"] | None:
-    """∂p/∂q where U h' + b' does not simply add to p: 1, 1 and r for the gates r, z and n of a GRU.
+    """Return the factor of q = U h' + b' in the gates of a GRU: 1, 1 and r for r, z and n.
 
-    None for other kinds, where it does.
+    None for other kinds of layer, in which q is added to p as it is.
     """
     return coefficients[1].flatten(2) if kind == "gru" else None
 
@@ -68,17 +72,17 @@ def state_scale(kind: str, coefficients: Coefficients) -> Float[Tensor, "t n g"]
 def _lstm_run(
     gates: Gates, weight: Tensor, bias: Tensor | None, state: State
 ) -> tuple[Hidden, State, Coefficients]:
-    """h = o tanh c, c = f c' + i g.
+    """Run all steps of an LSTM: c = f c' + i g, h = o tanh c.
 
     Args:
-        gates: p.
-        weight: U.
+        gates: p [t, n, 4h], for i, f, g, o.
+        weight: U [4h, h].
         bias: None; b' is part of p.
         state: (h, c) before the first step.
 
     Returns:
-        h, the last state, and the coefficients: ∂c/∂(i, f, g) and ∂h/∂o [t, n, 4, h], ∂h/∂c and
-        ∂c/∂c' [t, n, h].
+        h of all steps, the state after the last step, and the coefficients: ∂c/∂(i, f, g) and ∂h/∂o
+        with respect to pre-activations, stacked [t, n, 4, h]; ∂h/∂c and ∂c/∂c' [t, n, h].
     """
     h, c = state
     across, size, steps = weight.t(), weight.shape[1], len(gates)
@@ -105,13 +109,19 @@ def _lstm_run(
 def _lstm_pull(
     coefficients: Coefficients, weight: Tensor, dh: Hidden, dc: Tensor | None
 ) -> tuple[Gates, State]:
-    """δ_i, δ_f, δ_g = dc ∂c/∂(i, f, g), δ_o = dh ∂h/∂o, dc += dh ∂h/∂c, dc' = dc ∂c/∂c', dh' = δ U.
+    """Pull cotangents back through all steps of an LSTM, last step first.
+
+    dc += dh ∂h/∂c,  δ_i, δ_f, δ_g = dc ∂c/∂(i, f, g),  δ_o = dh ∂h/∂o,
+    dc' = dc ∂c/∂c',  dh' = δ U.
 
     Args:
-        coefficients: of `_lstm_run`.
-        weight: U.
-        dh: cotangents of h.
+        coefficients: the partial derivatives that `_lstm_run` returned.
+        weight: U [4h, h].
+        dh: cotangents of h at all steps, from the layers above.
         dc: cotangent of c after the last step.
+
+    Returns:
+        δ, the cotangents of p, and the cotangents of (h, c) before the first step.
     """
     steps, n, size = dh.shape
     gates = dh.new_empty(steps, n, 4, size)
@@ -119,14 +129,14 @@ def _lstm_pull(
     c_to_h, c_to_c = (t.unbind(0) for t in others)
     ifg_to_c, o_to_h = from_gates[:, :, :3].unbind(0), from_gates[:, :, 3].unbind(0)
     delta_ifg, delta_o = gates[:, :, :3].unbind(0), gates[:, :, 3].unbind(0)
-    delta, own = gates.flatten(2).unbind(0), dh.unbind(0)
-    d = own[-1]
+    delta, from_above = gates.flatten(2).unbind(0), dh.unbind(0)
+    d = from_above[-1]
     for t in reversed(range(steps)):
         dc = d * c_to_h[t] if dc is None else torch.addcmul(dc, d, c_to_h[t])
         torch.mul(dc.unsqueeze(1), ifg_to_c[t], out=delta_ifg[t])
         torch.mul(d, o_to_h[t], out=delta_o[t])
         dc = dc * c_to_c[t]
-        d = torch.addmm(own[t - 1], delta[t], weight) if t else delta[t] @ weight
+        d = torch.addmm(from_above[t - 1], delta[t], weight) if t else delta[t] @ weight
     assert dc is not None
     return gates.flatten(2), (d, dc)
 
@@ -134,13 +144,18 @@ def _lstm_pull(
 def _lstm_push(
     coefficients: Coefficients, weight: Tensor, dp: Gates, state: State
 ) -> tuple[Hidden, State]:
-    """ċ = ∂c/∂(i, f, g) q̇ + ∂c/∂c' ċ', ḣ = ∂h/∂o q̇ + ∂h/∂c ċ, with q̇ = ṗ + U ḣ'.
+    """Push tangents (dotted) forward through all steps of an LSTM.
+
+    ċ = ∂c/∂(i, f, g) q̇ + ∂c/∂c' ċ',  ḣ = ∂h/∂o q̇ + ∂h/∂c ċ,  with q̇ = ṗ + U ḣ'.
 
     Args:
-        coefficients: of `_lstm_run`.
-        weight: U.
+        coefficients: the partial derivatives that `_lstm_run` returned.
+        weight: U [4h, h].
         dp: tangents of p.
         state: tangents of (h, c) before the first step.
+
+    Returns:
+        The tangents of h at all steps, and of the state after the last step.
     """
     h, c = state
     across = weight.t()
@@ -161,17 +176,17 @@ def _lstm_push(
 def _gru_run(
     gates: Gates, weight: Tensor, bias: Tensor | None, state: State
 ) -> tuple[Hidden, State, Coefficients]:
-    """h = (1 - z) n + z h'.
+    """Run all steps of a GRU: h = (1 - z) n + z h'.
 
     Args:
-        gates: p.
-        weight: U.
-        bias: b'.
+        gates: p [t, n, 3h], for r, z, n.
+        weight: U [3h, h].
+        bias: b' [3h].
         state: (h,) before the first step.
 
     Returns:
-        h, the last state, and the coefficients: ∂h/∂p and ∂p/∂q [t, n, 3, h], and ∂h/∂h' past the
-        gates [t, n, h].
+        h of all steps, the state after the last step, and the coefficients: ∂h/∂p and the factor of
+        q in the gates (`state_scale`), both [t, n, 3, h], and ∂h/∂h' at fixed gates [t, n, h].
     """
     (h,) = state
     across, size = weight.t(), weight.shape[1]
@@ -198,21 +213,21 @@ def _gru_run(
 
 
 def _rnn_run(activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> RunFn:
-    """The recursion of an RNN, with the coefficients of a GRU.
+    """Build the `run` function of an RNN; its coefficients have the meaning of a GRU's.
 
     Args:
         activation: tanh or ReLU.
-        slope: its derivative, from its result.
+        slope: maps the activation's result to its derivative.
     """
 
     def run(
         gates: Gates, weight: Tensor, bias: Tensor | None, state: State
     ) -> tuple[Hidden, State, Coefficients]:
-        """h = activation(p + U h').
+        """Run all steps of an RNN: h = activation(p + U h').
 
         Args:
-            gates: p.
-            weight: U.
+            gates: p [t, n, h].
+            weight: U [h, h].
             bias: None; b' is part of p.
             state: (h,) before the first step.
         """
@@ -231,46 +246,58 @@ def _rnn_run(activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor], T
 
 
 def _tanh_slope(h: Tensor) -> Tensor:
+    """Compute the derivative of h = tanh x from h."""
     return 1 - h * h
 
 
 def _relu_slope(h: Tensor) -> Tensor:
+    """Compute the derivative of h = ReLU x from h."""
     return (h > 0).to(h)
 
 
-def _plain_pull(
+def _gru_rnn_pull(
     coefficients: Coefficients, weight: Tensor, dh: Hidden, dc: Tensor | None
 ) -> tuple[Gates, State]:
-    """For layers whose state is h alone: δ = dh · ∂h/∂p, dh' = past · dh + (scale · δ) U.
+    """Pull cotangents back through all steps of a GRU or RNN, last step first.
+
+    δ = dh · ∂h/∂p,  dh' = past · dh + (scale · δ) U.
 
     Args:
-        coefficients: of `_gru_run`: ∂h/∂p, scale, past.
-        weight: U.
-        dh: cotangents of h.
-        dc: None.
+        coefficients: ∂h/∂p; the factor `scale` of q in the gates; `past`, ∂h/∂h' at fixed gates.
+        weight: U [g, h].
+        dh: cotangents of h at all steps, from the layers above.
+        dc: None; the state is h alone.
+
+    Returns:
+        δ, the cotangents of p, and the cotangent of (h,) before the first step.
     """
     gates = torch.empty_like(coefficients[0])
     from_gates, scale, past = (t.unbind(0) for t in coefficients)
-    delta, own = gates.unbind(0), dh.unbind(0)
+    delta, from_above = gates.unbind(0), dh.unbind(0)
     d: Tensor | None = None
-    for t in reversed(range(len(own))):
-        d = own[t] if d is None else d + own[t]
+    for t in reversed(range(len(from_above))):
+        d = from_above[t] if d is None else d + from_above[t]
         torch.mul(d.unsqueeze(1), from_gates[t], out=delta[t])
         d = torch.addmm(d * past[t], (delta[t] * scale[t]).flatten(1), weight)
     assert d is not None
     return gates.flatten(2), (d,)
 
 
-def _plain_push(
+def _gru_rnn_push(
     coefficients: Coefficients, weight: Tensor, dp: Gates, state: State
 ) -> tuple[Hidden, State]:
-    """For layers whose state is h alone: ḣ = ∂h/∂p · (ṗ + scale · U ḣ') + past · ḣ'.
+    """Push tangents (dotted) forward through all steps of a GRU or RNN.
+
+    ḣ = ∂h/∂p · (ṗ + scale · U ḣ') + past · ḣ'.
 
     Args:
-        coefficients: of `_gru_run`: ∂h/∂p, scale, past.
-        weight: U.
+        coefficients: ∂h/∂p; the factor `scale` of q in the gates; `past`, ∂h/∂h' at fixed gates.
+        weight: U [g, h].
         dp: tangents of p.
         state: tangent of (h,) before the first step.
+
+    Returns:
+        The tangents of h at all steps, and of the state after the last step.
     """
     from_gates, scale, past = coefficients
     (h,) = state
@@ -278,16 +305,16 @@ def _plain_push(
     hs: list[Tensor] = []
     of_input = (dp.view_as(from_gates) * from_gates).sum(2)
     of_state = from_gates * scale
-    for own, slope, kept in zip(of_input, of_state, past, strict=True):
+    for dh_of_input, slope, kept in zip(of_input, of_state, past, strict=True):
         into_gates = (h @ across).view_as(slope)
-        h = torch.addcmul(own, kept, h) + (into_gates * slope).sum(1)
+        h = torch.addcmul(dh_of_input, kept, h) + (into_gates * slope).sum(1)
         hs.append(h)
     return torch.stack(hs), (h,)
 
 
 RECURSIONS = {
     "lstm": Recursion(_lstm_run, _lstm_pull, _lstm_push),
-    "gru": Recursion(_gru_run, _plain_pull, _plain_push),
-    "rnn_tanh": Recursion(_rnn_run(torch.tanh, _tanh_slope), _plain_pull, _plain_push),
-    "rnn_relu": Recursion(_rnn_run(torch.relu, _relu_slope), _plain_pull, _plain_push),
+    "gru": Recursion(_gru_run, _gru_rnn_pull, _gru_rnn_push),
+    "rnn_tanh": Recursion(_rnn_run(torch.tanh, _tanh_slope), _gru_rnn_pull, _gru_rnn_push),
+    "rnn_relu": Recursion(_rnn_run(torch.relu, _relu_slope), _gru_rnn_pull, _gru_rnn_push),
 }

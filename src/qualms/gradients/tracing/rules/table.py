@@ -70,7 +70,8 @@ RULES: dict[str, Rule] = {
     # arithmetic: `broadcast` for every name in `BROADCASTING`
 }
 
-# Where the values of the input decide what goes where, and no axis counts the rows.
+# For operations in whose result no axis counts the rows, because values of the input decide where
+# an entry goes.
 UNBATCHED_RULES: dict[str, Rule] = {
     "linear": unbatched_linear,
     "matmul": unbatched_matmul,
@@ -79,7 +80,7 @@ UNBATCHED_RULES: dict[str, Rule] = {
 
 
 def find_rule(name: str) -> Rule | None:
-    """The rule for an operation by its name in torch, or None.
+    """Look up the rule for an operation by its name in torch; None if there is no rule.
 
     `add`, `add_`, `__radd__` and `__iadd__` are one operation.
     """
