@@ -46,7 +46,7 @@ from qualms.models.cnn import mnist_cnn_5x5
 from qualms.random import generator
 from qualms.stream.network import Network
 from qualms.stream.sizes import FORWARD_BATCH
-from qualms.tasks.paper import methods_beside, paper_methods
+from qualms.tasks.paper_numbers import methods_beside, paper_methods
 from qualms.tasks.score_rows import Methods
 from qualms.training import RECIPES, fit
 

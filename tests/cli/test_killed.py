@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from qualms.tasks.presets import CPU, Setup
-from qualms.tasks.reproduce import TABLES, Workspace
+from qualms.tasks.paper_tables import TABLES, Workspace
 from qualms.training import RECIPES
 short = RECIPES["mnist"].shortened(2)
 setups = {"svhn": Setup("svhn-cnn", short, images=33, seeds=(0,))}

@@ -4,7 +4,7 @@ import pytest
 
 from qualms.gradients.settings import Smoothing
 from qualms.methods.registry import parse
-from qualms.tasks.paper import (
+from qualms.tasks.paper_numbers import (
     ACTIVE,
     LAMBDA,
     OOD,

@@ -13,7 +13,7 @@ from qualms.data import Images, ImageTransform, Rejected, dataset_name, load
 from qualms.errors import QualmsError
 from qualms.methods.method import TRAINING_DATA, Method
 from qualms.stream.network import Network
-from qualms.tasks.reproduce import MAX_TRAIN_IMAGES
+from qualms.tasks.paper_tables import MAX_TRAIN_IMAGES
 
 MAX_LISTED = 3  # inputs that could not be read, named on the terminal
 

@@ -20,7 +20,7 @@ from qualms.errors import QualmsError, reason
 from qualms.gradients import settings
 from qualms.methods.method import Method
 from qualms.methods.registry import METHODS, parse
-from qualms.tasks.paper import paper_methods
+from qualms.tasks.paper_numbers import paper_methods
 
 Options = TypeVar("Options")
 Own = ParamSpec("Own")

@@ -173,7 +173,7 @@ class PartialFileSink:
         self.parts: list[Scored] = []
         self.classes = 0  # the network's, once a batch has passed
 
-    def has(self, batch: ImageBatch) -> bool:
+    def restore(self, batch: ImageBatch) -> bool:
         """Return whether the file has a batch, which is then restored.
 
         Args:

@@ -8,7 +8,16 @@ from qualms.errors import QualmsError
 from qualms.methods.registry import parse
 from qualms.report.content import Content
 from qualms.report.numbers import summarize_methods
-from qualms.tasks.paper import ACTIVE, OOD, RAULC, RUNTIME, SWEEPS, VIT, paper_methods, paper_row
+from qualms.tasks.paper_numbers import (
+    ACTIVE,
+    OOD,
+    RAULC,
+    RUNTIME,
+    SWEEPS,
+    VIT,
+    paper_methods,
+    paper_row,
+)
 from qualms.tasks.rows import CalibrationRow, CycleRow, OodRow, Row
 
 Line = Sequence[str]

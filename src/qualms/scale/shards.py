@@ -105,7 +105,7 @@ class _ShardSink:
                         break
                     yield batch
 
-    def has(self, batch: ImageBatch) -> bool:
+    def restore(self, batch: ImageBatch) -> bool:
         """Return False: the shards that are there are not among the batches."""
         return False
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 # Images that are read, scored and saved together: what a stop loses at most.
 BATCH = 32
-# Of the first batches, which add up to one of the usual size.
+# The sizes of the first batches, which add up to BATCH.
 FIRST_SIZES = (1, 3, 12, 16)
 # Images in a plain forward pass, which keeps nothing for a backward pass.
 FORWARD_BATCH = 256
@@ -21,7 +21,7 @@ SPLIT_FILES = 256
 
 
 def batch_sizes(count: int, largest: int = BATCH) -> Iterator[int]:
-    """The sizes of consecutive batches of `count` images: 1, 3, 12, 16, then `largest`.
+    """Yield the sizes of consecutive batches of `count` images: 1, 3, 12, 16, then `largest`.
 
     The first batches are small, so that progress shows early. The sizes depend on nothing else, so
     a run that resumes forms the same batches as one that was never stopped.

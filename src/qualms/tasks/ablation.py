@@ -8,7 +8,7 @@ import math
 from qualms.gradients.settings import Smoothing
 from qualms.methods.gradients import ExGrad, REGrad, UNGrad
 from qualms.methods.method import Method
-from qualms.tasks.paper import LAMBDA, SIGMA
+from qualms.tasks.paper_numbers import LAMBDA, SIGMA
 
 LAMBDAS = (0.0, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, math.inf)
 SIGMAS = (0.01, 0.015, 0.02, 0.025, 0.03, 0.05)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from qualms.gradients.settings import Engine, Smoothing
 from qualms.tasks.active import Plan
-from qualms.tasks.paper import DRAWS, SIGMA
+from qualms.tasks.paper_numbers import DRAWS, SIGMA
 from qualms.training.recipes import RECIPES, Recipe
 
 SEEDS = (0, 1, 2)  # the paper's three runs

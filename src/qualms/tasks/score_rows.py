@@ -63,7 +63,7 @@ class ScoreRows(ABC, Generic[BatchT]):
         known = self.scores(batch)
         return tuple(name for name in self.exactly if name not in known)
 
-    def has(self, batch: BatchT) -> bool:
+    def restore(self, batch: BatchT) -> bool:
         """Whether a batch has scores by all methods."""
         self._start = time.perf_counter()
         return not self.missing(batch)

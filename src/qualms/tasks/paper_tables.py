@@ -26,7 +26,7 @@ from qualms.tasks.calibration import calibration
 from qualms.tasks.image_scores import accuracy_row, select_usable
 from qualms.tasks.journal import Journal
 from qualms.tasks.ood import ood
-from qualms.tasks.paper import VIT, methods_beside, paper_methods
+from qualms.tasks.paper_numbers import VIT, methods_beside, paper_methods
 from qualms.tasks.presets import Learning, Preset, Setup
 from qualms.tasks.rows import LeftOutRow, Row
 from qualms.tasks.runtime import runtime as measure_runtime
