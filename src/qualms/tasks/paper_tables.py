@@ -33,15 +33,15 @@ from qualms.tasks.runtime import runtime as measure_runtime
 from qualms.tasks.score_rows import Methods
 from qualms.training import fit
 
-# The datasets that each network has to detect. Tiny-ImageNet is not in the paper; it stands beside
-# LSUN where it is on disk.
+# The datasets that each network has to detect. Tiny-ImageNet is not in the paper; it is added to
+# LSUN if it is on disk.
 PAIRS = {
     "mnist": ("omniglot", "fashion-mnist"),
     "cifar10": ("svhn", "lsun", "tiny-imagenet-32"),
     "svhn": ("cifar10", "cifar100"),
     "cifar100": ("svhn", "lsun", "tiny-imagenet-32"),
 }
-# The one of them that table 4 is about.
+# The dataset to detect in table 4, by the dataset that the network knows.
 MAIN = {"mnist": "fashion-mnist", "cifar10": "svhn", "svhn": "cifar10", "cifar100": "svhn"}
 PARTS = ("ExGrad", "REGrad", "REGrad+layers", "REGrad*")  # the rows of table 4
 RIVALS_OF_VIT = ("energy", "gen", "heat", "odin", "knn", "fisher")
@@ -71,20 +71,20 @@ class Workspace:
 
 
 def table1(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """Out-of-distribution detection by all methods."""
+    """Measure out-of-distribution detection by all methods."""
     for dataset, setup in preset.setups.items():
-        yield from _ood(at, dataset, setup, PAIRS[dataset], table_methods(dataset, preset))
+        yield from _ood_rows(at, dataset, setup, PAIRS[dataset], table_methods(dataset, preset))
 
 
 def table2(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """Calibration of all methods."""
+    """Measure the calibration of all methods."""
     for dataset, setup in preset.setups.items():
         methods = table_methods(dataset, preset)
         yield from _for_each_seed(at, dataset, setup, methods, _measure_calibration)
 
 
 def table3(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """Active learning."""
+    """Compare methods by active learning."""
     for dataset, learning in preset.active.items():
         missing = _explain_missing(at, dataset)
         if missing is not None:
@@ -118,32 +118,32 @@ def table3(preset: Preset, at: Workspace) -> Iterator[Row]:
 
 
 def table4(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """What each part of REGrad* adds."""
+    """Measure what each part of REGrad* adds."""
     for dataset, setup in preset.setups.items():
-        methods = _pick(components(dataset, preset.smooth), PARTS)
-        yield from _ood(at, dataset, setup, (MAIN[dataset],), methods)
+        methods = _select_methods(components(dataset, preset.smooth), PARTS)
+        yield from _ood_rows(at, dataset, setup, (MAIN[dataset],), methods)
 
 
 def table5(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """How much λ and σ matter, on SVHN against CIFAR-10."""
+    """Measure how much λ and σ matter, on SVHN against CIFAR-10."""
     methods = {**lambda_sweep(), **sigma_sweep("svhn", (0.015, 0.02, 0.025), preset.smooth)}
-    yield from _ood(at, "svhn", preset.setups["svhn"], ("cifar10",), methods)
+    yield from _ood_rows(at, "svhn", preset.setups["svhn"], ("cifar10",), methods)
 
 
 def vit(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """Out-of-distribution detection by a vision transformer."""
+    """Measure out-of-distribution detection by a vision transformer."""
     rows_of_paper = next(iter(VIT.values()))
     for dataset, setup in preset.vit.items():
-        own = paper_methods(dataset, preset.smooth, preset.draws)
+        all_paper_methods = paper_methods(dataset, preset.smooth, preset.draws)
         methods = {
-            **_pick(own, (*rows_of_paper, "Entropy")),
-            **_pick(methods_beside(dataset), RIVALS_OF_VIT),
+            **_select_methods(all_paper_methods, (*rows_of_paper, "Entropy")),
+            **_select_methods(methods_beside(dataset), RIVALS_OF_VIT),
         }
-        yield from _ood(at, dataset, setup, PAIRS[dataset], methods)
+        yield from _ood_rows(at, dataset, setup, PAIRS[dataset], methods)
 
 
 def runtime(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """What each method costs, on a ResNet-18 whose weights do not matter."""
+    """Time each method on a ResNet-18 with random weights, which do not change the time."""
     dataset, name = "cifar10", "resnet18"
     missing = _explain_missing(at, dataset)
     if missing is not None:
@@ -175,33 +175,33 @@ TABLES: dict[str, Callable[[Preset, Workspace], Iterator[Row]]] = {
 
 
 def table_methods(dataset: str, preset: Preset) -> dict[str, Method]:
-    """The paper's methods, and those that stand beside them in tables 1 and 2."""
+    """Return all methods of tables 1 and 2: the paper's, and others to compare them with."""
     return {**paper_methods(dataset, preset.smooth, preset.draws), **methods_beside(dataset)}
 
 
-def _pick(methods: Methods, names: Collection[str]) -> dict[str, Method]:
-    """Those of some methods that have one of the names, in the order of the methods."""
+def _select_methods(methods: Methods, names: Collection[str]) -> dict[str, Method]:
+    """Select methods by name, in the order of the methods."""
     return {name: method for name, method in methods.items() if name in names}
 
 
 def active_methods(dataset: str, learning: Learning, preset: Preset) -> dict[str, Method | None]:
-    """The methods that pick images in active learning.
+    """Return the methods that pick images in active learning.
 
-    NEGrad is not among them: it gives every image the score zero, so it would pick images in the
+    NEGrad is left out: it gives every image the score zero, so it would pick images in the
     order of the file.
 
     Args:
-        dataset: decides λ.
-        learning: names the methods, and sets the smoothing.
-        preset: sets the number of draws.
+        dataset: the name of the dataset, which decides λ.
+        learning: the settings that name the methods and the smoothing.
+        preset: the preset, which has the number of random draws.
 
     Returns:
         The methods by name; None picks at random.
     """
-    every: dict[str, Method | None] = {RANDOM: None}
-    every.update(paper_methods(dataset, learning.smooth, preset.draws))
-    del every["NEGrad"]
-    return {name: every[name] for name in learning.methods or every}
+    all_methods: dict[str, Method | None] = {RANDOM: None}
+    all_methods.update(paper_methods(dataset, learning.smooth, preset.draws))
+    del all_methods["NEGrad"]
+    return {name: all_methods[name] for name in learning.methods or all_methods}
 
 
 @dataclass(frozen=True)
@@ -209,10 +209,10 @@ class _Evaluation:
     """What a task needs to measure one network.
 
     Args:
-        network: to be measured.
-        images: test images of the dataset that it knows.
-        methods: those that it supports.
-        journal: of the network's rows.
+        network: the network to measure.
+        images: test images of the dataset that the network knows.
+        methods: the methods that the network supports, by name.
+        journal: saves the network's rows.
         settings: seed, engine, training images and progress, as tasks take them.
     """
 
@@ -223,24 +223,30 @@ class _Evaluation:
     settings: dict[str, Any]
 
 
-def _measure_calibration(e: _Evaluation) -> Iterator[Row]:
-    yield from calibration(e.network, e.images, e.methods, e.journal, **e.settings)
+def _measure_calibration(evaluation: _Evaluation) -> Iterator[Row]:
+    yield from calibration(
+        evaluation.network,
+        evaluation.images,
+        evaluation.methods,
+        evaluation.journal,
+        **evaluation.settings,
+    )
 
 
-def _ood(
+def _ood_rows(
     at: Workspace, dataset: str, setup: Setup, outside: tuple[str, ...], methods: Methods
 ) -> Iterator[Row]:
-    """Out-of-distribution detection by the networks of one dataset.
+    """Measure out-of-distribution detection by the networks of one dataset.
 
     Args:
         at: where to read and write.
-        dataset: that the networks know.
-        setup: of the networks.
-        outside: names of the datasets to detect. For one that cannot be read, a row says why.
-        methods: by the names that rows have.
+        dataset: the name of the dataset that the networks know.
+        setup: the setup of the networks.
+        outside: the names of the datasets to detect. If a dataset cannot be read, a row says why.
+        methods: the methods by the names that rows have.
     """
 
-    def measure(e: _Evaluation) -> Iterator[Row]:
+    def measure(evaluation: _Evaluation) -> Iterator[Row]:
         others: list[Images] = []
         for name in outside:
             missing = _explain_missing(at, name)
@@ -249,8 +255,15 @@ def _ood(
             else:
                 images = _load(name, at.root).subset(setup.images)
                 others.append(images.take(slice(EQUAL)))
-        inside = e.images.take(slice(EQUAL))
-        yield from ood(e.network, inside, others, e.methods, e.journal, **e.settings)
+        inside = evaluation.images.take(slice(EQUAL))
+        yield from ood(
+            evaluation.network,
+            inside,
+            others,
+            evaluation.methods,
+            evaluation.journal,
+            **evaluation.settings,
+        )
 
     yield from _for_each_seed(at, dataset, setup, methods, measure)
 
@@ -262,13 +275,13 @@ def _for_each_seed(
     methods: Methods,
     measure: Callable[[_Evaluation], Iterator[Row]],
 ) -> Iterator[Row]:
-    """Measure the network of each seed.
+    """Prepare the network of each seed, and measure it.
 
     Args:
         at: where to read and write.
-        dataset: that the networks know.
-        setup: of the networks.
-        methods: by the names that rows have.
+        dataset: the name of the dataset that the networks know.
+        setup: the setup of the networks.
+        methods: the methods by the names that rows have.
         measure: yields the rows of one network.
 
     Yields:
@@ -302,12 +315,12 @@ def _for_each_seed(
 
 @lru_cache(maxsize=8)
 def _load(dataset: str, root: Path, split: str = "test") -> Images:
-    """A dataset by its name in the catalog, or else the images of a folder or file."""
+    """Load a dataset by its name in the catalog, or else the images of a folder or file."""
     return load(f"data:{dataset}" if dataset in DATASETS else dataset, root, split)
 
 
 def _explain_missing(at: Workspace, dataset: str) -> LeftOutRow | None:
-    """A row that says why a dataset cannot be read; None if it can."""
+    """Try to load a dataset; return a row that says why it cannot be read, or None if it can."""
     try:
         _load(dataset, at.root)
     except QualmsError as error:
@@ -316,12 +329,12 @@ def _explain_missing(at: Workspace, dataset: str) -> LeftOutRow | None:
 
 
 def _load_for_network(at: Workspace, dataset: str, setup: Setup, split: str) -> Images:
-    """A dataset in the size and channels that a network takes.
+    """Load a dataset in the size and channels that a network takes.
 
     Args:
         at: where to read.
-        dataset: its name.
-        setup: names the network.
+        dataset: the name of the dataset.
+        setup: the setup that names the network.
         split: "train" or "test".
     """
     entry = ZOO[setup.network]
@@ -329,7 +342,7 @@ def _load_for_network(at: Workspace, dataset: str, setup: Setup, split: str) -> 
 
 
 def _build_network(name: str, classes: int | None, device: str) -> torch.nn.Module:
-    """A network of the zoo with fresh weights, which follow torch's global seed."""
+    """Build a network of the zoo with fresh weights, which follow torch's global seed."""
     return load_model(name, classes=classes).to(device)
 
 
@@ -338,8 +351,8 @@ def _prepare_network(at: Workspace, dataset: str, setup: Setup, seed: int) -> Ne
 
     Args:
         at: where to read and write.
-        dataset: that it is trained on.
-        setup: names the network and sets its training.
+        dataset: the name of the dataset that the network is trained on.
+        setup: the setup that names the network and its recipe.
         seed: decides the fresh weights and the order of training.
     """
     entry, classes = ZOO[setup.network], DATASETS[dataset].classes

@@ -18,13 +18,13 @@ class Setup:
     """How one in-distribution dataset is evaluated.
 
     Args:
-        network: a name in the zoo. If `weights` in the data folder holds its published file, that
-            is used.
-        recipe: how it is trained otherwise.
+        network: the name of a network in the zoo. Its published weights are used if the folder
+            `weights` among the datasets has them.
+        recipe: how the network is trained if there are no published weights.
         train: the number of training images; None for all.
         images: the number of test images of each dataset; None for all.
-        engine: of the gradient scores.
-        seeds: a network for each; published weights have one.
+        engine: the engine of the gradient scores.
+        seeds: a network is trained for each seed; published weights have one seed.
     """
 
     network: str
@@ -42,8 +42,8 @@ class Learning:
     Args:
         plan: how many images, how often, and how to train.
         smooth: the smoothing of REGrad*.
-        methods: rows of the table; None for all.
-        seeds: a run for each.
+        methods: the names of the methods, as rows of table 3; None for all.
+        seeds: the experiment is run once for each seed.
     """
 
     plan: Plan
@@ -57,13 +57,13 @@ class Preset:
     """How each experiment is run.
 
     Args:
-        name: as the command line has it.
+        name: the name of the preset on the command line.
         cuts: what differs from the paper, in words.
         smooth: the smoothing of REGrad*.
-        draws: of Perturb x, Perturb θ and MC-AA.
-        setups: by dataset, for tables 1, 2, 4 and 5.
-        vit: by dataset, for the table of the vision transformer.
-        active: by dataset, for table 3.
+        draws: the number of random draws of Perturb x, Perturb θ and MC-AA.
+        setups: the setups of tables 1, 2, 4 and 5, by dataset.
+        vit: the setups of the vision transformer's table, by dataset.
+        active: the settings of active learning (table 3), by dataset.
         active_test: the number of test images that active learning is judged on; None for all.
         timed: the number of images that methods are timed on.
     """
