@@ -220,12 +220,12 @@ def _read_groups(
     """Read the images of --id and --ood, and print how many there are.
 
     Args:
-        network: Whose inputs they become.
+        network: The network, which resizes the images.
         known: The value of --id.
         options: The options of the command.
 
     Returns:
-        All images of --id; and the images to score, those of --id first.
+        All images of --id; and the groups of images to score, of which the first is from --id.
     """
     names = [known, *dict.fromkeys(split_list(options.ood))]
     every = test_images(names, options.root, network.transform, options.strict)
@@ -249,10 +249,10 @@ def _score_groups(
     """Score all images; scores that an earlier run has kept are not computed again.
 
     Args:
-        network: What scores them.
-        groups: The images that the network knows, then others.
-        methods: By name, with noise in pixels.
-        file: Keeps the scores.
+        network: The network whose uncertainty is scored.
+        groups: The images that the network knows, then other groups.
+        methods: The methods by name, with noise for pixels in [0, 1].
+        file: The file that the scores are saved in.
         settings: Keyword arguments of `score_images`.
     """
     scored = []

@@ -49,10 +49,10 @@ class Group:
         """
         if values is None:
             return
-        found = check_scores(values, f"{what} for {self.name}")
-        if len(found) != len(self.images):
+        checked = check_scores(values, f"{what} for {self.name}")
+        if len(checked) != len(self.images):
             raise QualmsError(
-                f"{self.name} has {len(self.images)} images and {len(found)} values in {what}; "
+                f"{self.name} has {len(self.images)} images and {len(checked)} values in {what}; "
                 "pass one per image."
             )
 
@@ -69,9 +69,9 @@ class LayerContributions:
     """What each layer adds to the uncertainty of some inputs.
 
     Args:
-        names: Of the layers.
-        contributions: Of shape [n, layers], 0 or more, in any unit; the report shows shares of
-            their sum.
+        names: The names of the layers.
+        contributions: The contribution of each layer to each input's score, of shape [n, layers], 0
+            or more, in any unit; the report shows each layer's share of a row's sum.
         groups: The name of each input's group.
     """
 

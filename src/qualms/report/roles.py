@@ -46,9 +46,9 @@ def explain_no_default(content: Content) -> str:
 
 
 def not_for_use(content: Content) -> list[str]:
-    """Return the methods that are there for comparison with the paper only.
+    """Return the names of the methods that a report has for comparison with the paper only.
 
-    If a report has no others, all of its methods are for use.
+    If a report has no other methods, all of its methods are for use, and the list is empty.
     """
     found = []
     for name in content.methods:

@@ -278,7 +278,7 @@ def _paper_number(name: str, dataset: str, theirs: Mapping[str, str]) -> str:
     Args:
         name: The name of the method in our rows, which may be a spec.
         dataset: The dataset whose settings the paper's method has.
-        theirs: The paper's numbers by the names of its rows.
+        theirs: The paper's numbers by the names of the rows in its tables.
     """
     if name in theirs:
         return theirs[name]

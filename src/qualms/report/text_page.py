@@ -73,16 +73,17 @@ class ShownToken:
     Args:
         start: The position of the first character.
         end: The position after the last character.
-        tokens: The numbers of its tokens: one, or several that share their last character.
+        indices: The indices of the document's tokens that are shown as this one: one token, or
+            several that share a character.
     """
 
     start: int
     end: int
-    tokens: tuple[int, ...]
+    indices: tuple[int, ...]
 
 
 def shown_tokens(offsets: Sequence[tuple[int, int]]) -> list[ShownToken]:
-    """Return the tokens that have characters in a text; tokens of one character are joined.
+    """Return the tokens that have characters in a text; tokens that share a character are joined.
 
     Args:
         offsets: The start and the end of each token, in characters.
@@ -98,18 +99,18 @@ def shown_tokens(offsets: Sequence[tuple[int, int]]) -> list[ShownToken]:
             found.append(ShownToken(max(start, reached), end, (number,)))
         else:
             last = found.pop()
-            found.append(ShownToken(last.start, last.end, (*last.tokens, number)))
+            found.append(ShownToken(last.start, last.end, (*last.indices, number)))
     return found
 
 
 @dataclass(frozen=True)
 class _ShownDocument:
-    """A document as it is shown.
+    """A document as it is shown: its tokens, joined where they share a character.
 
     Args:
         document: The document with the scores of its tokens.
         tokens: The tokens that are shown.
-        scores: By method, the scores of these tokens.
+        scores: By method, the scores of the shown tokens.
         worst: By method, the span of tokens with the highest mean score; None without a score.
     """
 
@@ -120,19 +121,19 @@ class _ShownDocument:
 
     @staticmethod
     def of(document: ScoredDocument) -> "_ShownDocument":
-        """Prepare a document. Of joined tokens, the highest score is shown."""
+        """Prepare a document: tokens that share a character become one, with their highest score."""
         tokens = shown_tokens(document.offsets)
-        own: list[int] = []
-        firsts = []
+        token_indices: list[int] = []
+        group_starts = []
         for token in tokens:
-            firsts.append(len(own))
-            own += token.tokens
+            group_starts.append(len(token_indices))
+            token_indices += token.indices
         scores = {}
         worst = {}
         for method, values in document.scores.items():
             scores[method] = np.zeros(0)
             if tokens:
-                scores[method] = np.fmax.reduceat(np.array(values)[own], firsts)
+                scores[method] = np.fmax.reduceat(np.array(values)[token_indices], group_starts)
             worst[method] = worst_span_of(document, method)
         return _ShownDocument(document, tokens, scores, worst)
 
@@ -177,7 +178,7 @@ def _document_data(
     Args:
         shown: The document.
         methods: The methods in the order of the page.
-        words: Collects the likely tokens of all documents with their numbers.
+        words: The number of each likely token, for all documents; new tokens are added.
     """
     document = shown.document
     positions = _utf16_positions(document.document.text)
@@ -189,8 +190,8 @@ def _document_data(
     for token in shown.tokens:
         starts.append(token.start)
         ends.append(token.end)
-        counts.append(len(token.tokens))
-        last = token.tokens[-1]
+        counts.append(len(token.indices))
+        last = token.indices[-1]
         alternatives.append(document.alternatives[last])
         log_probs.append(document.next_log_probs[last])
     codes, probs = _likely_tokens(alternatives, words)
@@ -219,7 +220,7 @@ def _worst_spans(shown: _ShownDocument, methods: list[str]) -> dict[str, Any]:
     """
     place = {}
     for i, token in enumerate(shown.tokens):
-        place.update(dict.fromkeys(token.tokens, i))
+        place.update(dict.fromkeys(token.indices, i))
     spans: list[dict[str, int] | None] = []
     scores = []
     for method in methods:

@@ -1,7 +1,7 @@
 """Shards by workers of a Ray cluster: Ray Data reads, schedules, retries and writes.
 
 Ray records which images are in a file, and a run that was killed skips them. The files move to their
-places once all are complete. Rows are in any order.
+places once all are complete. Rows are in no particular order.
 """
 
 import logging
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 WRITING = ".writing"  # the subfolder of Ray's files until all are complete
 NOTED = ".noted"  # where Ray records which images are done
 REJECTED = ".rejected"  # where workers list the images that cannot be read
-RESERVED_CORES = 3  # that Ray needs to read, to skip what is done, and to write
+RESERVED_CORES = 3  # cores that Ray needs to read, to skip what is done, and to write
 LOCAL = "local"  # the address of a cluster on this machine, for this run alone
 
 
@@ -61,12 +61,13 @@ def score_on_ray(
         scorer: Scores a batch; each worker has it.
         source: All images, in files that every worker can read.
         folder: Where the scores go; every worker can write there.
-        about: What decides the scores, beside the images. A folder whose files were made with
-            something else is refused.
-        size: The least rows of a file, but for the last one.
-        workers: Processes that score; by default one for each core, three fewer on a cluster.
-        address: Of the cluster, as for `ray.init`; by default one is started on this machine, and
-            stopped at the end.
+        about: The settings that decide the scores, beside the images. A folder whose files were
+            made with other settings is refused.
+        size: The least number of rows in a file, except for the last file.
+        workers: The number of processes that score; by default one for each core, three fewer on a
+            cluster.
+        address: The address of the cluster, as for `ray.init`; by default a cluster is started on
+            this machine, and stopped at the end.
     """
     if source.splits is None:
         raise QualmsError(
@@ -96,8 +97,8 @@ def _count_workers(ray: Any, wanted: int | None) -> int:
     """Return how many workers the cluster has cores for, at most `wanted`.
 
     Args:
-        ray: Connected to a cluster.
-        wanted: None for as many as there are cores for.
+        ray: The package ray, connected to a cluster.
+        wanted: The largest number of workers; None for one per free core.
     """
     cores = int(ray.cluster_resources().get("CPU", 1))
     if cores <= RESERVED_CORES:
@@ -109,12 +110,12 @@ def _count_workers(ray: Any, wanted: int | None) -> int:
 
 
 def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
-    """Move Ray's files to their places once it has written all of them, and write the manifest.
+    """Move Ray's files to their places once Ray has written all of them, and write the manifest.
 
     Args:
-        folder: Of the run.
-        about: For the manifest.
-        source: Whose images must all be there.
+        folder: The folder of the run.
+        about: The settings that go into the manifest.
+        source: The source, all of whose images must be scored or rejected.
     """
     for shard in shards_in(folder / WRITING):
         shard.rename(folder / shard.name)
@@ -125,11 +126,11 @@ def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
 
 
 def filter_rejections(rejected: list[Rejected], folder: Path) -> list[Rejected]:
-    """Return the rejected images without those that another attempt could read.
+    """Remove the images that another attempt could read from the list of rejected images.
 
     Args:
         rejected: The images that some attempt could not read.
-        folder: Of the run, whose files hold the scores.
+        folder: The folder of the run, whose files hold the scores.
     """
     left = {one.id: one for one in rejected}
     for shard in shards_in(folder):
@@ -144,7 +145,7 @@ def _require_all(scored: int, rejected: int, source: Source) -> None:
     Args:
         scored: The number of images with scores.
         rejected: The number of images that could not be read.
-        source: All images.
+        source: The source of all images.
     """
     if scored == 0:
         raise QualmsError(
@@ -161,7 +162,7 @@ def require_once(folder: Path) -> None:
     """Raise an error if an image has two rows, which could hide that another one has none.
 
     Args:
-        folder: Of the run.
+        folder: The folder of the run.
     """
     tables = [arrow().table({"id": column(shard, "id")}) for shard in shards_in(folder)]
     with explain_parquet_errors(folder):
@@ -176,11 +177,11 @@ def require_once(folder: Path) -> None:
 
 @contextmanager
 def cluster(address: str | None, workers: int | None) -> Iterator[Any]:
-    """The package ray, connected to a cluster.
+    """Connect to a Ray cluster, and disconnect at the end; yields the package ray.
 
     Args:
-        address: Of the cluster; None starts one on this machine.
-        workers: That score, for which a started cluster has cores.
+        address: The address of the cluster; None starts a cluster on this machine.
+        workers: The number of workers for which a started cluster has cores.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends nothing over the network
     # Errors are raised here, and are in Ray's log files.
@@ -201,9 +202,9 @@ def _start(ray: Any, address: str | None, workers: int | None) -> None:
     """Connect to a cluster, or start one.
 
     Args:
-        ray: The package.
-        address: Of the cluster; None starts one on this machine.
-        workers: That score, for which a started cluster has cores.
+        ray: The package ray.
+        address: The address of the cluster; None starts a cluster on this machine.
+        workers: The number of workers for which a started cluster has cores.
     """
     what = f"reach a cluster at {address}" if address else "start"
 
@@ -214,16 +215,17 @@ def _start(ray: Any, address: str | None, workers: int | None) -> None:
         )
 
     cores = (workers or os.cpu_count() or 1) + RESERVED_CORES
-    own = {} if address else {"num_cpus": cores, "include_dashboard": False}
+    options = {} if address else {"num_cpus": cores, "include_dashboard": False}
     with explain_failure(explain):
-        ray.init(address or LOCAL, log_to_driver=False, logging_level=logging.ERROR, **own)
+        ray.init(address or LOCAL, log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
 class Worker:
     """A process that scores, with the scorer from Ray's object store.
 
     Args:
-        stored: The scorer's reference, in a list, so that Ray does not resolve it beforehand.
+        stored: A list with the scorer's reference; a bare reference would be resolved by Ray before
+            the call.
     """
 
     def __init__(self, stored: list[Any]) -> None:
@@ -241,12 +243,12 @@ def _run(
     """Read, score and write all images.
 
     Args:
-        ray: Connected to a cluster.
-        scorer: For the workers.
-        splits: Of the source; Ray reads each in a task.
-        folder: Of the run.
-        size: The least rows of a file.
-        workers: The most processes that score.
+        ray: The package ray, connected to a cluster.
+        scorer: The scorer that each worker gets.
+        splits: The splits of the source; Ray reads each split in a task.
+        folder: The folder of the run.
+        size: The least number of rows in a file.
+        workers: The largest number of processes that score.
     """
     from ray.data import ActorPoolStrategy, DataContext
     from ray.data.checkpoint import CheckpointConfig
@@ -291,17 +293,17 @@ def _explain_worker_errors(ray: Any) -> Iterator[None]:
 
 
 def _explain_worker_error(error: Exception) -> QualmsError:
-    """Return the `QualmsError` of a worker, which Ray reports as the text of a traceback."""
-    ours = re.findall(r"^qualms\.[\w.]+: (.+)$", str(error), re.MULTILINE)
-    if ours:
-        return QualmsError(ours[-1])
+    """Extract a worker's `QualmsError` from the traceback text in which Ray reports it."""
+    qualms_messages = re.findall(r"^qualms\.[\w.]+: (.+)$", str(error), re.MULTILINE)
+    if qualms_messages:
+        return QualmsError(qualms_messages[-1])
     return QualmsError(
         f"Ray could not finish ({reason(error)}); run the same command again to resume."
     )
 
 
 def _datasource(splits: list[Split]) -> Any:
-    """Return a Ray datasource with a task for each split."""
+    """Build a Ray datasource that reads each split in a task."""
     from ray.data import Datasource, ReadTask
     from ray.data.block import BlockMetadata
 
@@ -328,7 +330,7 @@ def _blocks(split: Split) -> Iterable[Any]:
 
 
 def _row(file: File) -> dict[str, Any]:
-    """Return the columns of `BatchScorer` for one file."""
+    """Read one file into a row with the columns of `BatchScorer`."""
     try:
         return {"id": file.id, "content": file.content(), "reason": ""}
     except Unreadable as error:
@@ -336,7 +338,7 @@ def _row(file: File) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> Any:
-    """Return rows as a pyarrow.Table."""
+    """Convert rows to a pyarrow.Table."""
     kinds = {"id": arrow().string(), "content": arrow().large_binary(), "reason": arrow().string()}
     columns = {}
     for name, kind in kinds.items():

@@ -297,8 +297,8 @@ class _RequestBatch:
         """
         first = keys[0][0]
         if first != keys[-1][0]:
-            for _, own in groupby(keys, itemgetter(0)):
-                self.score(list(own))
+            for _, request_keys in groupby(keys, itemgetter(0)):
+                self.score(list(request_keys))
         elif isinstance(error, ModelError):
             log.error("the images of a request could not be scored", exc_info=error.original)
             self.responses[first] = ScoreResponse(None, failed=True)

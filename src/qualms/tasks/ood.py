@@ -93,10 +93,11 @@ def ood(
 
 
 def resize_like(network: Network, inside: Images, other: Images) -> Images:
-    """Resize another dataset's images to the known images' size, so that size gives nothing away.
+    """Resize another dataset's images to the size of the images that the network knows.
 
     Args:
-        network: The network; if its transform resizes every image anyway, nothing is done here.
+        network: The network. If its transform has yet to resize `inside`, batch by batch, it will
+            resize the other images, too, and they are returned unchanged.
         inside: Images that the network knows.
         other: The images to resize.
     """
