@@ -141,13 +141,17 @@ def run_task(
     with show_progress() as progress:
         network = load_network(options.inside, model, options, options.classes, allow_random)
         names = [options.inside, *outside]
-        every = test_images(names, options.root, network.transform, strict=False)
-        images, *others = [found.subset(options.count or None) for found in every]
+        all_images = test_images(names, options.root, network.transform, strict=False)
+        images, *others = [
+            images_of_dataset.subset(options.count or None) for images_of_dataset in all_images
+        ]
         wanted = choose_methods(images.name)
         echo_images(network, images, *others)
         network.require_input_size(images)
         images = network.relabel(images)
-        train = training_images(wanted, options.inside, options.root, network.transform, every[0])
+        train = training_images(
+            wanted, options.inside, options.root, network.transform, all_images[0]
+        )
         methods, left_out = select_usable(network, images, wanted, train)
         groups = [images, *others]
         echo_price_of_groups(network, groups, methods, options.engine, options.tolerance)

@@ -112,7 +112,7 @@ def qualms(
 
 
 class UnexpectedError(QualmsError):
-    """An error that no part of the library expects: a defect of it, or of user code."""
+    """An unexpected error: a bug of the library or of the user's code."""
 
 
 def run() -> None:

@@ -111,7 +111,7 @@ def echo_rejections(rejected: Sequence[Rejected]) -> None:
     """
     if not rejected:
         return
-    reasons = [f"{one.id} is {one.reason}" for one in rejected[:MAX_LISTED]]
+    reasons = [f"{item.id} is {item.reason}" for item in rejected[:MAX_LISTED]]
     if len(rejected) > MAX_LISTED:
         reasons.append(f"and {len(rejected) - MAX_LISTED} more")
     echo(f"  {len(rejected)} could not be read ({'; '.join(reasons)})")

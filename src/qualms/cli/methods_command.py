@@ -43,7 +43,7 @@ def methods(
 
     Args:
         model: A network to estimate costs for.
-        weights: Its checkpoint.
+        weights: The checkpoint of the network.
         json_lines: Whether to print JSON lines in place of a table.
     """
     if model is not None:

@@ -118,9 +118,9 @@ def _cheaper_prices(scorer: Scorer, x: Tensor, price: Price) -> Iterator[tuple[s
     """Yield the ways to score that cost at most half of a price, each with its own price.
 
     Args:
-        scorer: What is to be cheaper.
+        scorer: The scorer that is to be made cheaper.
         x: One input, [1, c, h, w].
-        price: Of the scorer.
+        price: The price of the scorer.
     """
     for way in _cheaper_ways(scorer):
         other = Scorer(scorer.model, way.methods, pixel_std=1.0, **way.settings).price(x)
@@ -129,10 +129,10 @@ def _cheaper_prices(scorer: Scorer, x: Tensor, price: Price) -> Iterator[tuple[s
 
 
 def _cheaper_ways(scorer: Scorer) -> Iterator[CheaperWay]:
-    """Yield what may be cheaper than a scorer, without knowing its price.
+    """Yield ways to score that may be cheaper than a scorer; prices are not compared here.
 
     Args:
-        scorer: What is to be cheaper.
+        scorer: The scorer that is to be made cheaper.
     """
     methods, used = scorer.methods, scorer.settings
     if used.engine_name in ("exact", "reference") and not used.tolerance:
@@ -150,7 +150,7 @@ def _without_smoothing(method: Method) -> Method:
     """Return a gradient score without `+smooth`, any other method unchanged.
 
     Args:
-        method: Of any kind.
+        method: Any method.
     """
     if not isinstance(method, GradientScore) or method.smooth is None:
         return method
@@ -158,13 +158,13 @@ def _without_smoothing(method: Method) -> Method:
 
 
 def _passes(price: Price) -> str:
-    """Return `1 forward pass`, or `28 forward passes`."""
+    """Format a price in passes, such as `1 forward pass` or `28 forward passes`."""
     noun = "forward pass" if price.forward_passes == 1 else "forward passes"
     return f"{_short_number(price.forward_passes)} {noun}"
 
 
 def _short_number(value: float) -> str:
-    """Return `1.5`, `3` or `1,200`."""
+    """Format a number as `1.5`, `3` or `1,200`."""
     if value < 10:
         return f"{value:.1f}".rstrip("0").rstrip(".")
     return f"{value:,.0f}"

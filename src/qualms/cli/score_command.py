@@ -150,13 +150,13 @@ def score(
     file = None if table is None else table.path
     with report_interruption(None if file is None else partial_path(file)):
         run = _prepare_run(images, model, wanted, options, decision)
-        found = run.read(images)
-        scorer, scored = _score_table(run, found, decision, table, overwrite)
+        found_images = run.read(images)
+        scorer, scored = _score_table(run, found_images, decision, table, overwrite)
     for note in scored.notes.values():
         echo(note)
     accepted = None if scored.threshold is None else int(scored.accepted.sum())
     listed = None if file is None else rejected_file(file)
-    rejected = len(found.rejected)
+    rejected = len(found_images.rejected)
     name = None if file is None else str(file)
     result = describe_result(scorer, len(scored), accepted, decision.by, name, rejected, listed)
     print_result(scored, place, json_lines, result)
@@ -165,7 +165,7 @@ def score(
 
 @dataclass(frozen=True)
 class _Decision:
-    """What decides whether a prediction is accepted, if anything does.
+    """The options that decide which predictions are accepted: a reference or a threshold.
 
     Args:
         reference: Images that the network knows, to set a threshold on.
@@ -182,7 +182,7 @@ class _Decision:
     def resolve(
         self, run: ScoringRun, known: Images | None, partial: PartialFile | None = None
     ) -> Threshold | None:
-        """Return the threshold, set on the images of the reference if there are some.
+        """Return the threshold; if there is a reference, its images are scored to set one.
 
         Args:
             run: The run that scores the images of the reference.

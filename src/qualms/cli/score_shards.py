@@ -167,5 +167,5 @@ def _score(
 
 
 def _begins_with(train: Images | None, images: Images) -> bool:
-    """Whether the first training images are these images."""
+    """Whether the first training images have the same pixels as these images."""
     return train is not None and torch.equal(train.pixels[: len(images)], images.pixels)

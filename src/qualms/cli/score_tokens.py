@@ -121,7 +121,9 @@ def score_tokens(
     scored = text_input.score(documents, wanted, engine, options.seed)
     prompt_lengths = None
     if options.generate:
-        prompt_lengths = {one.name: len(one.text) for one in text_input.texts.documents}
+        prompt_lengths = {
+            document.name: len(document.text) for document in text_input.texts.documents
+        }
     rows = TokenTable(scored, prompt_lengths)
     if table is not None:
         table.write(rows, text_input.texts.rejected)
@@ -155,7 +157,7 @@ def _describe(
         out: The value of --out.
         texts: The documents that were read, and those that could not be read.
     """
-    tokens = sum(len(one.ids) for one in scored)
+    tokens = sum(len(document.ids) for document in scored)
     documents = count_of(len(scored), "document")
     text = f"{documents}, {tokens} tokens scored by {', '.join(methods)}"
     listed = None

@@ -162,8 +162,8 @@ def _write_rejections(path: Path, rejected: Sequence[Rejected]) -> None:
         path.unlink(missing_ok=True)
         return
     columns = {
-        "id": [one.id for one in rejected],
-        "reason": [one.reason for one in rejected],
+        "id": [item.id for item in rejected],
+        "reason": [item.reason for item in rejected],
     }
     with (
         explain_write_failure(path),

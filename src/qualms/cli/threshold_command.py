@@ -99,22 +99,22 @@ def threshold(
     wanted = _parse_method(method, dataset_name(images, options.root) or "")
     require_new_file(out, overwrite)
     run = prepare_run(images, model, wanted, options)
-    found = run.read(images)
-    labels = None if risk is None else _labels(run, found, images)
-    scorer, scored = run.score_reference(found)
+    known_images = run.read(images)
+    labels = None if risk is None else _labels(run, known_images, images)
+    scorer, scored = run.score_reference(known_images)
     (scores,) = scored.scores.values()
     correct = None if labels is None else scored.prediction.cpu() == labels
     if risk is None or correct is None:
         share = COVERAGE if coverage is None else coverage
         new_threshold = Threshold.from_scores(scores, share, provenance=scorer.provenance)
     else:
-        sure = CONFIDENCE if confidence is None else confidence
+        probability = CONFIDENCE if confidence is None else confidence
         new_threshold = Threshold.from_labels(
-            scores, correct, risk, sure, provenance=scorer.provenance
+            scores, correct, risk, probability, provenance=scorer.provenance
         )
     for note in scored.notes.values():
         echo(note)
-    with write_with_rejections(out, found.rejected) as part:
+    with write_with_rejections(out, known_images.rejected) as part:
         part.write_text(new_threshold.to_json() + "\n")
     accepted = new_threshold.accept(scores)
     count = int(accepted.sum())
@@ -125,10 +125,10 @@ def threshold(
         if correct is not None:
             wrong = f", {int((~correct & accepted.cpu()).sum())} of them wrong"
         typer.echo(
-            f"{_promise(new_threshold)}. Of {len(found)} images of {found.source or images}, {count} are "
+            f"{_promise(new_threshold)}. Of {len(known_images)} images of {known_images.source or images}, {count} are "
             f"accepted{wrong}: {next(iter(wanted))} is at most {new_threshold.value:.6g}. The file: {out}"
         )
-    exit_if_incomplete(len(found.rejected))
+    exit_if_incomplete(len(known_images.rejected))
 
 
 def _check_shares(coverage: float | None, risk: float | None, confidence: float | None) -> None:

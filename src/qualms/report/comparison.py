@@ -59,25 +59,31 @@ def columns(content: Content, summaries: Sequence[MethodSummary]) -> list[Column
         summaries: The summaries of all methods.
     """
     groups = content.unknown
-    found = []
+    table_columns = []
     if len(groups) > 1:
         title = f"mean of {len(groups)}"
-        found.append(Column(title, "AUROC, %", "over the unknown groups; 50 is chance", "first"))
+        table_columns.append(
+            Column(title, "AUROC, %", "over the unknown groups; 50 is chance", "first")
+        )
     place = _group_column_place(len(groups))
     for group in groups:
-        found.append(Column(group.name, "AUROC, %", "with its 95 % interval; 50 is chance", place))
+        table_columns.append(
+            Column(group.name, "AUROC, %", "with its 95 % interval; 50 is chance", place)
+        )
     for group in groups:
-        found.append(Column(group.name, "AUPR, %", "unknown images as the positive class", "more"))
+        table_columns.append(
+            Column(group.name, "AUPR, %", "unknown images as the positive class", "more")
+        )
     if any(summary.raulc is not None for summary in summaries):
         why = "with its 95 % interval; 1 is the ideal order, 0 is chance"
         place = "more" if groups else "first"
-        found.append(Column(content.known.name, "rAULC", why, place))
+        table_columns.append(Column(content.known.name, "rAULC", why, place))
     if content.costs:
         if all(isinstance(cost, int | float) for cost in content.costs.values()):
-            found.append(Column("", "cost", "time, where 1× is a forward pass", "first"))
+            table_columns.append(Column("", "cost", "time, where 1× is a forward pass", "first"))
         else:
-            found.append(Column("", "cost", "in forward passes", "more"))
-    return found
+            table_columns.append(Column("", "cost", "in forward passes", "more"))
+    return table_columns
 
 
 def _group_column_place(groups: int) -> str:
@@ -114,18 +120,18 @@ def cells(
         if summary.raulc is not None:
             lifts.append(summary.raulc)
     area_span, lift_span = _span(areas, 0.5), _span(lifts, 0.0)
-    found = []
+    row_cells = []
     if len(content.unknown) > 1 and row_summary.mean_auroc is not None:
-        found.append(_estimate_cell(row_summary.mean_auroc, 100, 1, area_span))
+        row_cells.append(_estimate_cell(row_summary.mean_auroc, 100, 1, area_span))
     for area in row_summary.auroc:
-        found.append(_estimate_cell(area, 100, 1, area_span))
+        row_cells.append(_estimate_cell(area, 100, 1, area_span))
     for precision in row_summary.aupr:
-        found.append(_plain_cell(f"{100 * precision:.1f}", precision))
+        row_cells.append(_plain_cell(f"{100 * precision:.1f}", precision))
     if row_summary.raulc is not None:
-        found.append(_estimate_cell(row_summary.raulc, 1, 3, lift_span))
+        row_cells.append(_estimate_cell(row_summary.raulc, 1, 3, lift_span))
     if content.costs:
-        found.append(_cost_cell(row_summary.cost))
-    return found
+        row_cells.append(_cost_cell(row_summary.cost))
+    return row_cells
 
 
 def _cost_cell(cost: int | float | str | None) -> dict[str, Any]:

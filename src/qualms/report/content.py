@@ -20,7 +20,7 @@ class Group:
     Args:
         name: The name of the group on the page.
         images: The images.
-        scores: By method, an array of shape [n].
+        scores: By method, the scores of the images, of shape [n].
         predicted: The predicted class of each image, of shape [n].
         labels: The true class of each image, as a number of `images.classes`, if it is known.
         confidence: The probability of each predicted class, if it is known.
@@ -45,7 +45,7 @@ class Group:
 
         Args:
             what: The name of the values in errors.
-            values: Of shape [n]; None if they are not known.
+            values: The values, of shape [n]; None if they are not known.
         """
         if values is None:
             return
@@ -103,7 +103,7 @@ class Content:
         unknown: Groups of other images, which scores should distinguish from the known ones.
         about: Short facts by name, such as the network's name and the seed.
         costs: The cost of each method in forward passes: a number, or words such as `method.cost`.
-        layers: By method, which layers its scores come from.
+        layers: By method, the contributions of layers to its scores.
         cycles: Rows of active learning, as `qualms.tasks.active` yields them.
         kinds: The methods by the names that the scores have; names that are specs need none.
         left_out: The methods that could not be used, and why.

@@ -46,10 +46,10 @@ def layers_of(
         inputs.append(network.inputs(images))
         group_names += [group.name] * len(images)
     names, sums = layer_sums(network.model, torch.cat(inputs), methods)
-    found = {}
+    contributions = {}
     for method, values in sums.items():
-        found[method] = LayerContributions(names, values, group_names)
-    return found
+        contributions[method] = LayerContributions(names, values, group_names)
+    return contributions
 
 
 def has_layers(method: Method) -> bool:
@@ -77,7 +77,7 @@ def layer_sums(
     """
     settings = settings or Settings()
     layers: list[str] = []
-    found: dict[str, np.ndarray] = {}
+    sums_by_method: dict[str, np.ndarray] = {}
     with preserve_state(model) as inner:
         context = BatchContext(ModelContext(inner), x)
         model_context = context.model_context
@@ -90,8 +90,8 @@ def layer_sums(
             values = sums.cpu()
             if method.layers is not None:
                 values = values * layer_weights(len(layers), method.layers)
-            found[name] = values.numpy()
-    return [layer_name(model, layer) for layer in layers], found
+            sums_by_method[name] = values.numpy()
+    return [layer_name(model, layer) for layer in layers], sums_by_method
 
 
 def layer_name(model: nn.Module, name: str) -> str:

@@ -182,13 +182,13 @@ def _describe_mistakes(content: Content) -> str:
 
 def _learning_figures(content: Content) -> list[dict[str, Any]]:
     """Return the curves of active learning, a figure for each measure and dataset."""
-    found = []
+    learning = []
     for measure, (title, best) in LEARNING.items():
         for data, curves in learning_curves(content.cycles, measure).items():
             if curves:
                 figure = figures.learning_figure(curves, title, best)
-                found.append({"title": f"{data}: {title}", **figure})
-    return found
+                learning.append({"title": f"{data}: {title}", **figure})
+    return learning
 
 
 def _data(content: Content, methods: list[str], learning: list[dict[str, Any]]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _data(content: Content, methods: list[str], learning: list[dict[str, Any]]) 
     classes = tuple(content.classes) or content.known.images.classes
     mistakes = confident_mistakes(content.known)
     method_data = [_method_data(content, method) for method in methods]
-    galleries = [each["gallery"] for each in method_data]
+    galleries = [data["gallery"] for data in method_data]
     groups = []
     for group in content.groups:
         groups.append(_group_data(group, classes, group is content.known))

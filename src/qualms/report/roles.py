@@ -50,14 +50,14 @@ def not_for_use(content: Content) -> list[str]:
 
     If a report has no other methods, all of its methods are for use, and the list is empty.
     """
-    found = []
+    unused = []
     for name in content.methods:
         method = find_method(content, name)
         if method is not None and method.name in NOT_FOR_USE:
-            found.append(name)
-    if len(found) == len(content.methods):
+            unused.append(name)
+    if len(unused) == len(content.methods):
         return []
-    return found
+    return unused
 
 
 def _is_default(method: Method | None) -> bool:

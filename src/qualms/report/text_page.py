@@ -45,7 +45,7 @@ def write_text_page(
     words: dict[str, int] = {}
     data = {
         "methods": methods,
-        "documents": [_document_data(each, methods, words) for each in shown],
+        "documents": [_document_data(document, methods, words) for document in shown],
         "words": list(words),
     }
     order = []
@@ -88,19 +88,19 @@ def shown_tokens(offsets: Sequence[tuple[int, int]]) -> list[ShownToken]:
     Args:
         offsets: The start and the end of each token, in characters.
     """
-    found: list[ShownToken] = []
+    joined: list[ShownToken] = []
     for number, (start, end) in enumerate(offsets):
         if start == end:
             continue
         reached = 0
-        if found:
-            reached = found[-1].end
+        if joined:
+            reached = joined[-1].end
         if end > reached:
-            found.append(ShownToken(max(start, reached), end, (number,)))
+            joined.append(ShownToken(max(start, reached), end, (number,)))
         else:
-            last = found.pop()
-            found.append(ShownToken(last.start, last.end, (*last.indices, number)))
-    return found
+            last = joined.pop()
+            joined.append(ShownToken(last.start, last.end, (*last.indices, number)))
+    return joined
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ def _require_same_methods(documents: Sequence[ScoredDocument]) -> list[str]:
 def _rank_documents(shown: list[_ShownDocument], method: str) -> list[int]:
     """Return the numbers of the documents, in descending order of their worst spans."""
     keys = []
-    for each in shown:
-        span = each.worst[method]
+    for document in shown:
+        span = document.worst[method]
         key = np.inf
         if span is not None:
             key = -span.score

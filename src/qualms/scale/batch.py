@@ -115,7 +115,7 @@ def rejected_in(folder: Path) -> list[Rejected]:
     reasons_by_id: dict[str, str] = {}
     for file in sorted(folder.glob("*.parquet")):
         ids, reasons = (column(file, name).to_pylist() for name in ("id", "reason"))
-        if len(ids) != len(reasons) or not all(isinstance(one, str) for one in (*ids, *reasons)):
+        if len(ids) != len(reasons) or not all(isinstance(text, str) for text in (*ids, *reasons)):
             raise QualmsError(
                 f"{file} is not a list of images that could not be read; remove it, and score "
                 "again."
@@ -133,7 +133,7 @@ def _write_list(folder: Path, rejected: tuple[Rejected, ...]) -> None:
         folder: Where each worker writes.
         rejected: The images of one batch.
     """
-    names = "\n".join(one.id for one in rejected)
+    names = "\n".join(image.id for image in rejected)
     digest = hashlib.sha256(names.encode()).hexdigest()[:16]
     folder.mkdir(exist_ok=True)
     write_rejections(folder / f"{digest}.parquet", rejected)

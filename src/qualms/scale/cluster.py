@@ -132,11 +132,11 @@ def filter_rejections(rejected: list[Rejected], folder: Path) -> list[Rejected]:
         rejected: The images that some attempt could not read.
         folder: The folder of the run, whose files hold the scores.
     """
-    left = {one.id: one for one in rejected}
+    unreadable = {image.id: image for image in rejected}
     for shard in shards_in(folder):
         for name in column(shard, "id").to_pylist():
-            left.pop(name, None)
-    return list(left.values())
+            unreadable.pop(name, None)
+    return list(unreadable.values())
 
 
 def _require_all(scored: int, rejected: int, source: Source) -> None:

@@ -114,7 +114,7 @@ def write_rejections(path: Path, rejected: Iterable[Rejected]) -> None:
     rejected = list(rejected)
     columns = {}
     for key in ("id", "reason"):
-        values = [getattr(one, key) for one in rejected]
+        values = [getattr(image, key) for image in rejected]
         columns[key] = arrow().array(values, arrow().string())
     write(path, arrow().table(columns))
 
@@ -192,16 +192,16 @@ def _read_manifest(folder: Path, about: dict[str, Any]) -> Done | None:
         _write_json(path, about)
         return None
     try:
-        found = {**json.loads(path.read_text())}
-        done = None if found.get("done") is None else Done(**found.pop("done"))
+        manifest = {**json.loads(path.read_text())}
+        done = None if manifest.get("done") is None else Done(**manifest.pop("done"))
         if done is not None:
             done.require_counts()
     except (OSError, ValueError, TypeError, RecursionError):
         raise QualmsError(f"{path} cannot be read as a manifest; choose another folder.") from None
     differ = []
-    for key in {**found, **about}:
-        if found.get(key) != about.get(key):
-            differ.append(f"{key} {found.get(key)}, not {about.get(key)}")
+    for key in {**manifest, **about}:
+        if manifest.get(key) != about.get(key):
+            differ.append(f"{key} {manifest.get(key)}, not {about.get(key)}")
     if differ:
         raise QualmsError(
             f"{folder} holds shards made with other settings: {'; '.join(differ)}; use those "

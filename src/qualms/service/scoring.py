@@ -192,8 +192,8 @@ class ScoreResponse:
         failed: Whether the model raised an unexpected error.
         timed_out: Whether the deadline passed first.
 
-    If there are no results, and it has neither failed nor timed out, the network cannot score such
-    images.
+    If there are no results, and the request has neither failed nor timed out, the network cannot
+    score such images.
     """
 
     results: list[dict[str, Any]] | None

@@ -77,11 +77,13 @@ class Network:
         return self._normalize(transformed), transformed.numbers()
 
     def _transform(self, images: Images) -> Images:
+        """Resize and crop images for the model, with as many channels as it takes."""
         transformed = images if self.transform is None else self.transform.apply(images)
         channels = len(self.normalization.mean)
         return transformed.convert(channels, transformed.size)  # files are read in color
 
     def _normalize(self, transformed: Images) -> Float[Tensor, "n c h w"]:
+        """Convert images to normalized floats on the model's device."""
         device = next(self.model.parameters()).device
         return self.normalization.apply(transformed.pixels).to(device)
 
@@ -151,6 +153,7 @@ class Network:
         return replace(images, labels=indices[images.labels], classes=self.class_names)
 
     def _require_class_count(self, images: Images, source: str) -> None:
+        """Raise an error unless the network has as many outputs as the images have classes."""
         classes = self.logits(images.take(slice(0, 1))).shape[1]
         if len(images.classes) != classes:
             raise QualmsError(
@@ -160,19 +163,19 @@ class Network:
             )
 
     def accuracy(self, images: Images) -> float:
-        """The share of labeled images that the network classifies correctly."""
+        """Compute the share of labeled images that the network classifies correctly."""
         logits, labels = self.logits(images), images.labels
         if labels is None:
             raise QualmsError(
                 f"{images.name} has no labels, so it is not known which predictions are right."
             )
-        known = DATASETS[images.name].classes if images.name in DATASETS else None
+        dataset_classes = DATASETS[images.name].classes if images.name in DATASETS else None
         highest = int(labels.max()) + 1
         classes = logits.shape[1]
-        if highest > classes or known not in (None, classes):
+        if highest > classes or dataset_classes not in (None, classes):
             raise QualmsError(
                 f"{self.name} outputs {classes} classes, but {images.name} has "
-                f"{known or highest}; choose a network for these images."
+                f"{dataset_classes or highest}; choose a network for these images."
             )
         return accuracy(logits, labels)
 

@@ -217,6 +217,7 @@ def _parquet_rows_from(paths: list[Path], rows: Sequence[int], start: int) -> It
 
 
 def _row_group_splits(paths: list[Path], groups: Iterable[list[int]]) -> Iterator[Split]:
+    """Yield a split for each group of rows of .parquet files; `groups` has their lengths."""
     for (path, prefix), counts in zip(_id_prefixes(paths).items(), groups, strict=True):
         for end, count in zip(accumulate(counts), counts, strict=True):
             yield partial(_parquet_rows, path, prefix, end - count, end)
@@ -266,6 +267,7 @@ def _tar_source(files: list[Path], reader: _FileReader) -> Source:
 
 
 def _tar_members(paths: list[Path]) -> Iterator[File]:
+    """Yield the images of .tar files, file by file."""
     for path, prefix in _id_prefixes(paths).items():
         yield from tar_files(path, prefix)
 
@@ -332,6 +334,7 @@ def _npz_source(data: str, path: Path, transform: ImageTransform | None) -> Sour
 
 
 def _transformed_batch(images: Images, transform: ImageTransform | None) -> ImageBatch:
+    """Transform images that were read, and return them as a batch."""
     transformed = images if transform is None else transform.apply(images)
     return ImageBatch(len(images), transformed)
 
@@ -385,6 +388,7 @@ def _relative_names(files: list[Path], folder: Path | None = None) -> dict[Path,
 
 
 def _fingerprint(files: list[Path], folder: Path | None = None) -> str:
+    """Hash the names, sizes and modification times of files, without reading their content."""
     digest = hashlib.sha256()
     for file, name in _relative_names(files, folder).items():
         try:

@@ -86,6 +86,7 @@ def calibration(
 
 
 def _row(key: CalibrationKey, uncertainty: np.ndarray, correct: np.ndarray) -> CalibrationRow:
+    """Measure how well one method's scores rank predictions, as a row."""
     return CalibrationRow(**key, **_measures(uncertainty, correct))
 
 

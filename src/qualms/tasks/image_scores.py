@@ -106,7 +106,7 @@ def score_images(
 
 
 class _ImageRows(ScoreRows[ImageBatch]):
-    """The rows of scores of one dataset."""
+    """The rows of one dataset's scores in a journal, a row for each batch of images."""
 
     def __init__(
         self, journal: Journal, about: Mapping[str, Any], exactly: Mapping[str, str]
@@ -200,10 +200,10 @@ def select_usable(
         The methods that work, and a row with the reason for each other one.
     """
     x = network.inputs(images.take(slice(0, 2)))
-    few = None if train is None else train.take(slice(0, 2 * FORWARD_BATCH))
+    few_train_images = None if train is None else train.take(slice(0, 2 * FORWARD_BATCH))
 
     def try_method(name: str, method: Method) -> None:
-        make_scorer(network, {name: method.quick()}, few)(x)
+        make_scorer(network, {name: method.quick()}, few_train_images)(x)
 
     return keep_usable(methods, try_method)
 

@@ -181,7 +181,7 @@ def _parse_rows(content: bytes, path: Path, whole: bool) -> list[Any]:
 
     Args:
         content: The bytes of the file.
-        path: Its path, for errors.
+        path: The path of the file, for errors.
         whole: Whether every row must have all keys of its kind.
     """
     rows: list[Any] = []
@@ -235,13 +235,13 @@ def _has_type(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return value in arguments
     if origin in (Union, UnionType):
-        return any(_has_type(value, one) for one in arguments)
+        return any(_has_type(value, item) for item in arguments)
     if origin is list:
-        return isinstance(value, list) and all(_has_type(one, arguments[0]) for one in value)
+        return isinstance(value, list) and all(_has_type(item, arguments[0]) for item in value)
     if origin is dict:
         if not isinstance(value, dict):
             return False
-        return all(_has_type(one, arguments[1]) for one in value.values())
+        return all(_has_type(item, arguments[1]) for item in value.values())
     if hint is float:
         return type(value) in (int, float) and abs(value) <= sys.float_info.max
     if hint in (None, NoneType):

@@ -73,7 +73,7 @@ def ood(
             progress=progress,
         )
         scored.append(scored_images.scores)
-    known = scored[0]
+    inside_scores = scored[0]
     for images, scores in zip(others, scored[1:], strict=True):
         for name, method in methods.items():
             key: OodKey = {
@@ -89,7 +89,7 @@ def ood(
                 "n_out": len(images),
                 "images": f"{inside.fingerprint()} {images.fingerprint()}",
             }
-            yield journal.get_or_add(key, partial(_row, key, known[name], scores[name]))
+            yield journal.get_or_add(key, partial(_row, key, inside_scores[name], scores[name]))
 
 
 def resize_like(network: Network, inside: Images, other: Images) -> Images:
@@ -109,6 +109,7 @@ def resize_like(network: Network, inside: Images, other: Images) -> Images:
 
 
 def _row(key: OodKey, inside: np.ndarray, outside: np.ndarray) -> OodRow:
+    """Measure how well one method's scores tell two datasets apart, as a row."""
     return OodRow(**key, **_measures(inside, outside))
 
 

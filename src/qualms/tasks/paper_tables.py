@@ -224,6 +224,7 @@ class _Evaluation:
 
 
 def _measure_calibration(evaluation: _Evaluation) -> Iterator[Row]:
+    """Yield a row of calibration for each method."""
     yield from calibration(
         evaluation.network,
         evaluation.images,

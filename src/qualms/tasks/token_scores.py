@@ -31,7 +31,7 @@ DIGITS = 7  # significant digits of a score in a file, which float32 holds
 
 @dataclass(frozen=True)
 class ScoredWindows:
-    """What a model answers after each judged token of n windows of `length` judged tokens.
+    """The scores of n windows of `length` judged tokens, and what the model predicts there.
 
     Args:
         scores: by method, the score of each token, [n, length].
@@ -88,7 +88,7 @@ def score_windows(
 
 
 class _TokenRows(ScoreRows[WindowBatch]):
-    """The rows of scores of one text."""
+    """The rows of one text's scores in a journal, a row for each batch of windows."""
 
     def key(self, batch: WindowBatch) -> Mapping[str, Any]:
         texts = batch.windows.fingerprint()
@@ -140,10 +140,10 @@ def usable_for_tokens(
         The methods that can score this model's tokens, and a row with the reason for each other
         method.
     """
-    few = {"input_ids": windows.ids[:1, :4]}
+    few_tokens = {"input_ids": windows.ids[:1, :4]}
 
     def try_method(name: str, method: Method) -> None:
-        _make_scorer(model, {name: method.quick()}, 0, Sketch(2), "")(few)
+        _make_scorer(model, {name: method.quick()}, 0, Sketch(2), "")(few_tokens)
 
     return keep_usable(methods, try_method)
 

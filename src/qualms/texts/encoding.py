@@ -92,11 +92,13 @@ def reading_width(language_model: LanguageModel, context: int | None = None) -> 
         language_model: the model, whose context may be limited.
         context: the number asked for; None takes as many as the model can read, at most 1024.
     """
-    most = language_model.context
+    model_limit = language_model.context
     if context is None:
-        return min(most or MAX_CONTEXT, MAX_CONTEXT)
-    if context < MIN_CONTEXT or context > (most or context):
-        limit = " on" if most is None else f" to {most}, which {language_model.name} can read"
+        return min(model_limit or MAX_CONTEXT, MAX_CONTEXT)
+    if context < MIN_CONTEXT or context > (model_limit or context):
+        limit = " on"
+        if model_limit is not None:
+            limit = f" to {model_limit}, which {language_model.name} can read"
         raise QualmsError(f"the context is {context} tokens; choose from {MIN_CONTEXT}{limit}.")
     return context
 

@@ -37,8 +37,8 @@ def generate(
             f"{new_tokens} new tokens cannot be written; choose from 1 to {width - 2}."
         )
     for number, document in enumerate(documents, start=1):
-        more = _continue(language_model, document, new_tokens, sample, seed)
-        yield Document(document.name, document.text + more)
+        continuation = _continue(language_model, document, new_tokens, sample, seed)
+        yield Document(document.name, document.text + continuation)
         if progress is not None:
             progress("documents written on", number, len(documents))
 
@@ -67,8 +67,8 @@ def _continue(
         )
         return text
 
-    more = decode(written)[len(decode(read)) :]
-    return more.rstrip("\ufffd")  # the last character may have been cut within its bytes
+    continuation = decode(written)[len(decode(read)) :]
+    return continuation.rstrip("\ufffd")  # the last character may have been cut within its bytes
 
 
 def _tokens_of_text(text: Encoded) -> list[int]:

@@ -52,6 +52,7 @@ class TokenTable:
         return pyarrow.table(arrays)
 
     def _document_columns(self, document: ScoredDocument) -> dict[str, list[Any]]:
+        """Return the columns of one document."""
         name = document.document.name
         starts = [start for start, _ in document.offsets]
         likeliest = [tokens[0] for tokens in document.alternatives]
