@@ -55,7 +55,7 @@ def finish(folder: Path, *command: str) -> str:
 
 
 def state(folder: Path) -> dict[str, int]:
-    """When each file that a command writes was last written."""
+    """Return the time of the last write to each file that a command writes."""
     found = {}
     for path in folder.rglob("*"):
         try:
@@ -82,7 +82,7 @@ def killed(folder: Path, times: int, *command: str) -> None:
 
 
 def rows(folder: Path) -> dict[str, list[str]]:
-    """Each file's rows without the times that they took, in one order."""
+    """Read the rows of each file, sorted, without the times that they took."""
     found = {}
     for path in sorted(folder.rglob("*.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]

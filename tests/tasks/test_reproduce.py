@@ -17,7 +17,7 @@ from qualms.training import RECIPES
 
 
 def made_up(dataset: str, root: Path, split: str = "test") -> Images:
-    """Noise in the shape of a dataset; more of SVHN than of others."""
+    """Make noise images in the shape of a dataset; SVHN has more images than the others."""
     count = 30 if dataset == "svhn" else 20
     noise, shape = (
         torch.Generator().manual_seed(count),
@@ -35,7 +35,7 @@ def no_real_data(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ood_is_measured_on_as_many_images_of_both_datasets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paper_tables, "EQUAL", 20)
+    monkeypatch.setattr(paper_tables, "IMAGES_OF_EACH", 20)
     setup = Setup("svhn-cnn", RECIPES["svhn"].shortened(1), seeds=(0,))
     preset, at = replace(PAPER, setups={"svhn": setup}), Workspace(tmp_path, tmp_path)
     monkeypatch.setattr(paper_tables, "table_methods", lambda *_: {"Entropy": Entropy()})
@@ -68,7 +68,7 @@ def test_a_transformer_for_color_images_learns_gray_ones_in_its_own_size(
 ) -> None:
     monkeypatch.setattr(paper_tables, "paper_methods", lambda *_: {"Entropy": Entropy()})
     monkeypatch.setattr(
-        paper_tables, "methods_beside", lambda *_: {"gen": parse("gen"), "vim": parse("vim")}
+        paper_tables, "comparison_methods", lambda *_: {"gen": parse("gen"), "vim": parse("vim")}
     )
     setup = replace(CPU.vit["mnist"], recipe=RECIPES["vit"].shortened(1), images=10)
     rows = list(paper_tables.vit(replace(CPU, vit={"mnist": setup}), Workspace(tmp_path, tmp_path)))

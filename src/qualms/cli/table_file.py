@@ -127,7 +127,7 @@ def print_result(rows: Rows, out: str | None, json_lines: bool, summary: str) ->
 
 
 def rejected_file(out: Path) -> Path:
-    """Return where the inputs that could not be read are listed.
+    """Return the path of the list of inputs that could not be read.
 
     Args:
         out: The file of the table.
@@ -270,7 +270,7 @@ class _UnixLines:
 
 
 def _parquet() -> Any:
-    """Return the module pyarrow.parquet."""
+    """Import pyarrow.parquet, or raise an error that says how to do without."""
     try:
         from pyarrow import parquet
     except ImportError:

@@ -241,7 +241,7 @@ def _pictures(
 
 
 def _group_data(group: Group, classes: tuple[str, ...], is_known: bool) -> dict[str, Any]:
-    """Return the name of a group and what is known of its images, but for their scores.
+    """Return what the page's script reads about a group, except for the scores.
 
     Args:
         group: The images.

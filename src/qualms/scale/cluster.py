@@ -55,11 +55,11 @@ def score_on_ray(
     workers: int | None = None,
     address: str | None = None,
 ) -> Done:
-    """Score all images that are not in a file of the folder yet.
+    """Score all images that the folder has no scores of yet, on a Ray cluster.
 
     Args:
         scorer: Scores a batch; each worker has it.
-        source: All images, in files that every worker can read.
+        source: The source of all images, in files that every worker can read.
         folder: Where the scores go; every worker can write there.
         about: The settings that decide the scores, beside the images. A folder whose files were
             made with other settings is refused.

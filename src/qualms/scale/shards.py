@@ -33,7 +33,7 @@ def score_shards(
     size: int = SIZE,
     progress: ProgressFn | None = None,
 ) -> Done:
-    """Score all images that are not in a shard of the folder yet.
+    """Score all images that the folder has no shard of yet, in this process.
 
     Args:
         score: Scores some images, given the position of the first.

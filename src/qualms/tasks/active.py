@@ -128,13 +128,13 @@ def _cycle_rows(
 
     Args:
         trainer: Trains the network.
-        name: The name that rows have.
-        method: Picks the images; None picks at random.
+        name: The name of the method in rows.
+        method: The method that picks the images; None picks at random.
         test: The images that the network is judged on.
-        journal: Keeps the rows.
+        journal: Saves the rows; cycles that it has are not run again.
 
     Yields:
-        The row of the start, and one for each cycle.
+        The row of the start, and a row for each cycle.
     """
     chosen: list[int] = []
     for cycle in range(trainer.plan.cycles + 1):

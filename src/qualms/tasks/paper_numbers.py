@@ -18,7 +18,7 @@ SIGMA = 0.02  # noise level of smoothing, for pixels in [0, 1]
 
 
 # Methods that are not in the paper and are compared with its methods in tables 1 and 2, by spec.
-BESIDE = (
+COMPARISON_SPECS = (
     # ours
     "heat",
     "coherence",
@@ -80,13 +80,13 @@ def paper_methods(
     }
 
 
-def methods_beside(dataset: str) -> dict[str, Method]:
+def comparison_methods(dataset: str) -> dict[str, Method]:
     """Return the methods of tables 1 and 2 that are not in the paper, by spec.
 
     CIFAR-100 is without `quam`, which would search a hundred heads for each input, for hours.
     """
     methods: dict[str, Method] = {}
-    for name in BESIDE:
+    for name in COMPARISON_SPECS:
         if name != "quam" or dataset != "cifar100":
             methods[name] = parse(name)
     return methods

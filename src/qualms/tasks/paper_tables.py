@@ -26,7 +26,7 @@ from qualms.tasks.calibration import calibration
 from qualms.tasks.image_scores import accuracy_row, select_usable
 from qualms.tasks.journal import Journal
 from qualms.tasks.ood import ood
-from qualms.tasks.paper_numbers import VIT, methods_beside, paper_methods
+from qualms.tasks.paper_numbers import VIT, comparison_methods, paper_methods
 from qualms.tasks.presets import Learning, Preset, Setup
 from qualms.tasks.rows import LeftOutRow, Row
 from qualms.tasks.runtime import runtime as measure_runtime
@@ -42,13 +42,18 @@ PAIRS = {
     "cifar100": ("svhn", "lsun", "tiny-imagenet-32"),
 }
 # The dataset to detect in table 4, by the dataset that the network knows.
-MAIN = {"mnist": "fashion-mnist", "cifar10": "svhn", "svhn": "cifar10", "cifar100": "svhn"}
-PARTS = ("ExGrad", "REGrad", "REGrad+layers", "REGrad*")  # the rows of table 4
+TABLE4_OUTSIDE = {
+    "mnist": "fashion-mnist",
+    "cifar10": "svhn",
+    "svhn": "cifar10",
+    "cifar100": "svhn",
+}
+TABLE4_METHODS = ("ExGrad", "REGrad", "REGrad+layers", "REGrad*")  # the rows of table 4
 RIVALS_OF_VIT = ("energy", "gen", "heat", "odin", "knn", "fisher")
 # As many images of the one dataset as of the other. The paper does not say so, but its AUPRs do:
 # with all 26,032 test images of SVHN as the positives, GradNorm's 32.04 on CIFAR-10 → SVHN would be
 # below the least possible AUPR, 50.8.
-EQUAL = 10_000
+IMAGES_OF_EACH = 10_000
 # Training images that methods learn from where a preset scores only some of the test images.
 MAX_TRAIN_IMAGES = 5000
 
@@ -70,31 +75,33 @@ class Workspace:
     progress: ProgressFn | None = None
 
 
-def table1(preset: Preset, at: Workspace) -> Iterator[Row]:
+def table1(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Measure out-of-distribution detection by all methods."""
     for dataset, setup in preset.setups.items():
-        yield from _ood_rows(at, dataset, setup, PAIRS[dataset], table_methods(dataset, preset))
+        yield from _ood_rows(
+            workspace, dataset, setup, PAIRS[dataset], table_methods(dataset, preset)
+        )
 
 
-def table2(preset: Preset, at: Workspace) -> Iterator[Row]:
+def table2(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Measure the calibration of all methods."""
     for dataset, setup in preset.setups.items():
         methods = table_methods(dataset, preset)
-        yield from _for_each_seed(at, dataset, setup, methods, _measure_calibration)
+        yield from _for_each_seed(workspace, dataset, setup, methods, _measure_calibration)
 
 
-def table3(preset: Preset, at: Workspace) -> Iterator[Row]:
+def table3(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Compare methods by active learning."""
     for dataset, learning in preset.active.items():
-        missing = _explain_missing(at, dataset)
+        missing = _explain_missing(workspace, dataset)
         if missing is not None:
             yield missing
             continue
-        train, test = _load(dataset, at.root, "train"), _load(dataset, at.root)
+        train, test = _load(dataset, workspace.root, "train"), _load(dataset, workspace.root)
         if preset.active_test is not None:
             test = test.subset(preset.active_test)
         name = NETWORKS.get(dataset, COLOR)
-        build = partial(_build_network, name, DATASETS[dataset].classes, at.device)
+        build = partial(_build_network, name, DATASETS[dataset].classes, workspace.device)
         about = {
             "data": dataset,
             "network": name,
@@ -102,7 +109,7 @@ def table3(preset: Preset, at: Workspace) -> Iterator[Row]:
             "train": train.fingerprint(),
             "test": test.fingerprint(),
         }
-        with Journal(at.out / f"active-{dataset}.jsonl", about) as journal:
+        with Journal(workspace.out / f"active-{dataset}.jsonl", about) as journal:
             for seed in learning.seeds:
                 yield from active(
                     build,
@@ -113,53 +120,55 @@ def table3(preset: Preset, at: Workspace) -> Iterator[Row]:
                     learning.plan,
                     journal,
                     seed=seed,
-                    progress=at.progress,
+                    progress=workspace.progress,
                 )
 
 
-def table4(preset: Preset, at: Workspace) -> Iterator[Row]:
+def table4(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Measure what each part of REGrad* adds."""
     for dataset, setup in preset.setups.items():
-        methods = _select_methods(components(dataset, preset.smooth), PARTS)
-        yield from _ood_rows(at, dataset, setup, (MAIN[dataset],), methods)
+        methods = _select_methods(components(dataset, preset.smooth), TABLE4_METHODS)
+        yield from _ood_rows(workspace, dataset, setup, (TABLE4_OUTSIDE[dataset],), methods)
 
 
-def table5(preset: Preset, at: Workspace) -> Iterator[Row]:
+def table5(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Measure how much λ and σ matter, on SVHN against CIFAR-10."""
     methods = {**lambda_sweep(), **sigma_sweep("svhn", (0.015, 0.02, 0.025), preset.smooth)}
-    yield from _ood_rows(at, "svhn", preset.setups["svhn"], ("cifar10",), methods)
+    yield from _ood_rows(workspace, "svhn", preset.setups["svhn"], ("cifar10",), methods)
 
 
-def vit(preset: Preset, at: Workspace) -> Iterator[Row]:
+def vit(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Measure out-of-distribution detection by a vision transformer."""
     rows_of_paper = next(iter(VIT.values()))
     for dataset, setup in preset.vit.items():
         all_paper_methods = paper_methods(dataset, preset.smooth, preset.draws)
         methods = {
             **_select_methods(all_paper_methods, (*rows_of_paper, "Entropy")),
-            **_select_methods(methods_beside(dataset), RIVALS_OF_VIT),
+            **_select_methods(comparison_methods(dataset), RIVALS_OF_VIT),
         }
-        yield from _ood_rows(at, dataset, setup, PAIRS[dataset], methods)
+        yield from _ood_rows(workspace, dataset, setup, PAIRS[dataset], methods)
 
 
-def runtime(preset: Preset, at: Workspace) -> Iterator[Row]:
+def runtime(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Time each method on a ResNet-18 with random weights, which do not change the time."""
     dataset, name = "cifar10", "resnet18"
-    missing = _explain_missing(at, dataset)
+    missing = _explain_missing(workspace, dataset)
     if missing is not None:
         yield missing
         return
-    images = _load(dataset, at.root).subset(preset.timed)
-    train = _load(dataset, at.root, "train").subset(MAX_TRAIN_IMAGES)
+    images = _load(dataset, workspace.root).subset(preset.timed)
+    train = _load(dataset, workspace.root, "train").subset(MAX_TRAIN_IMAGES)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = Network(name, load_model(name).to(at.device), DATASETS[dataset].normalization)
+        network = Network(
+            name, load_model(name).to(workspace.device), DATASETS[dataset].normalization
+        )
     methods = table_methods(dataset, preset)
-    with Journal(at.out / f"runtime-{name}.jsonl", network.about) as journal:
+    with Journal(workspace.out / f"runtime-{name}.jsonl", network.about) as journal:
         usable, left_out = select_usable(network, images, methods, train)
         yield from left_out
         yield from measure_runtime(
-            network, images, usable, journal, train=train, progress=at.progress
+            network, images, usable, journal, train=train, progress=workspace.progress
         )
 
 
@@ -176,7 +185,7 @@ TABLES: dict[str, Callable[[Preset, Workspace], Iterator[Row]]] = {
 
 def table_methods(dataset: str, preset: Preset) -> dict[str, Method]:
     """Return all methods of tables 1 and 2: the paper's, and others to compare them with."""
-    return {**paper_methods(dataset, preset.smooth, preset.draws), **methods_beside(dataset)}
+    return {**paper_methods(dataset, preset.smooth, preset.draws), **comparison_methods(dataset)}
 
 
 def _select_methods(methods: Methods, names: Collection[str]) -> dict[str, Method]:
@@ -235,12 +244,12 @@ def _measure_calibration(evaluation: _Evaluation) -> Iterator[Row]:
 
 
 def _ood_rows(
-    at: Workspace, dataset: str, setup: Setup, outside: tuple[str, ...], methods: Methods
+    workspace: Workspace, dataset: str, setup: Setup, outside: tuple[str, ...], methods: Methods
 ) -> Iterator[Row]:
     """Measure out-of-distribution detection by the networks of one dataset.
 
     Args:
-        at: where to read and write.
+        workspace: where to read and write.
         dataset: the name of the dataset that the networks know.
         setup: the setup of the networks.
         outside: the names of the datasets to detect. If a dataset cannot be read, a row says why.
@@ -250,13 +259,13 @@ def _ood_rows(
     def measure(evaluation: _Evaluation) -> Iterator[Row]:
         others: list[Images] = []
         for name in outside:
-            missing = _explain_missing(at, name)
+            missing = _explain_missing(workspace, name)
             if missing is not None:
                 yield {**missing, "in": dataset}
             else:
-                images = _load(name, at.root).subset(setup.images)
-                others.append(images.take(slice(EQUAL)))
-        inside = evaluation.images.take(slice(EQUAL))
+                images = _load(name, workspace.root).subset(setup.images)
+                others.append(images.take(slice(IMAGES_OF_EACH)))
+        inside = evaluation.images.take(slice(IMAGES_OF_EACH))
         yield from ood(
             evaluation.network,
             inside,
@@ -266,11 +275,11 @@ def _ood_rows(
             **evaluation.settings,
         )
 
-    yield from _for_each_seed(at, dataset, setup, methods, measure)
+    yield from _for_each_seed(workspace, dataset, setup, methods, measure)
 
 
 def _for_each_seed(
-    at: Workspace,
+    workspace: Workspace,
     dataset: str,
     setup: Setup,
     methods: Methods,
@@ -279,7 +288,7 @@ def _for_each_seed(
     """Prepare the network of each seed, and measure it.
 
     Args:
-        at: where to read and write.
+        workspace: where to read and write.
         dataset: the name of the dataset that the networks know.
         setup: the setup of the networks.
         methods: the methods by the names that rows have.
@@ -289,18 +298,18 @@ def _for_each_seed(
         For each seed the network's accuracy, rows for the methods that it does not support, and the
         rows that `measure` yields.
     """
-    missing = _explain_missing(at, dataset)
+    missing = _explain_missing(workspace, dataset)
     if missing is not None:
         yield missing
         return
-    whole = _load_for_network(at, dataset, setup, "test")
-    train = _load_for_network(at, dataset, setup, "train")
+    whole = _load_for_network(workspace, dataset, setup, "test")
+    train = _load_for_network(workspace, dataset, setup, "train")
     images = whole.subset(setup.images)
     if setup.images is not None:
         train = train.subset(MAX_TRAIN_IMAGES)
     for seed in setup.seeds:
-        network = _prepare_network(at, dataset, setup, seed)
-        path = at.out / f"{dataset}-{setup.network}-seed{seed}.jsonl"
+        network = _prepare_network(workspace, dataset, setup, seed)
+        path = workspace.out / f"{dataset}-{setup.network}-seed{seed}.jsonl"
         with Journal(path, network.about) as journal:
             yield {**accuracy_row(network, whole, journal), "network": network.name}
             usable, left_out = select_usable(network, images, methods, train)
@@ -309,7 +318,7 @@ def _for_each_seed(
                 "seed": seed,
                 "engine": setup.engine,
                 "train": train,
-                "progress": at.progress,
+                "progress": workspace.progress,
             }
             yield from measure(_Evaluation(network, images, usable, journal, settings))
 
@@ -320,26 +329,26 @@ def _load(dataset: str, root: Path, split: str = "test") -> Images:
     return load(f"data:{dataset}" if dataset in DATASETS else dataset, root, split)
 
 
-def _explain_missing(at: Workspace, dataset: str) -> LeftOutRow | None:
+def _explain_missing(workspace: Workspace, dataset: str) -> LeftOutRow | None:
     """Try to load a dataset; return a row that says why it cannot be read, or None if it can."""
     try:
-        _load(dataset, at.root)
+        _load(dataset, workspace.root)
     except QualmsError as error:
         return {"row": "left out", "out": dataset, "why": str(error)}
     return None
 
 
-def _load_for_network(at: Workspace, dataset: str, setup: Setup, split: str) -> Images:
+def _load_for_network(workspace: Workspace, dataset: str, setup: Setup, split: str) -> Images:
     """Load a dataset in the size and channels that a network takes.
 
     Args:
-        at: where to read.
+        workspace: where to read.
         dataset: the name of the dataset.
         setup: the setup that names the network.
         split: "train" or "test".
     """
     entry = ZOO[setup.network]
-    return _load(dataset, at.root, split).convert(entry.channels, entry.size)
+    return _load(dataset, workspace.root, split).convert(entry.channels, entry.size)
 
 
 def _build_network(name: str, classes: int | None, device: str) -> torch.nn.Module:
@@ -347,25 +356,25 @@ def _build_network(name: str, classes: int | None, device: str) -> torch.nn.Modu
     return load_model(name, classes=classes).to(device)
 
 
-def _prepare_network(at: Workspace, dataset: str, setup: Setup, seed: int) -> Network:
+def _prepare_network(workspace: Workspace, dataset: str, setup: Setup, seed: int) -> Network:
     """Read a network's published weights, or else train it; a training that was stopped resumes.
 
     Args:
-        at: where to read and write.
+        workspace: where to read and write.
         dataset: the name of the dataset that the network is trained on.
         setup: the setup that names the network and its recipe.
         seed: decides the fresh weights and the order of training.
     """
     entry, classes = ZOO[setup.network], DATASETS[dataset].classes
-    published = at.root / "weights" / (entry.file or "")
+    published = workspace.root / "weights" / (entry.file or "")
     if entry.file is not None and entry.normalization is not None and published.is_file():
-        model = load_model(setup.network, published, classes=classes).to(at.device)
+        model = load_model(setup.network, published, classes=classes).to(workspace.device)
         return Network(f"{setup.network}, {entry.file}", model, entry.normalization)
     normalization = DATASETS[dataset].normalization.of_channels(entry.channels)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _build_network(setup.network, classes, at.device)
-    images = _load_for_network(at, dataset, setup, "train")
+        model = _build_network(setup.network, classes, workspace.device)
+    images = _load_for_network(workspace, dataset, setup, "train")
     if setup.train is not None:
         images = images.subset(setup.train)
     fit(
@@ -374,8 +383,8 @@ def _prepare_network(at: Workspace, dataset: str, setup: Setup, seed: int) -> Ne
         setup.recipe,
         normalization,
         seed=seed,
-        checkpoint=at.out / "networks" / f"{dataset}-{setup.network}-seed{seed}.pt",
+        checkpoint=workspace.out / "networks" / f"{dataset}-{setup.network}-seed{seed}.pt",
         about={"network": setup.network, "classes": classes},
-        progress=at.progress,
+        progress=workspace.progress,
     )
     return Network(f"{setup.network}, trained here, seed {seed}", model, normalization)

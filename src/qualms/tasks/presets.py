@@ -108,12 +108,12 @@ PAPER = Preset(
 
 # Twenty images make one step an epoch: only larger starts can do with fewer epochs, with smaller
 # batches to make up.
-_MANY = replace(RECIPES["active"], epochs=60, validate_every=5)
-_SHORT = replace(RECIPES["active"], epochs=20, batch=32, validate_every=4)
+_LONG_RECIPE = replace(RECIPES["active"], epochs=60, validate_every=5)
+_SHORT_RECIPE = replace(RECIPES["active"], epochs=20, batch=32, validate_every=4)
 # On MNIST, two draws rank as a hundred do (docs/performance.md); on other networks they do not.
-_TWO = Smoothing(SIGMA, draws=2)
-_COLOR = Plan(500, 100, _SHORT, cycles=3, pool=1000, validation=500)
-_FEW = ("Random", "Entropy", "ExGrad", "LA", "REGrad*")
+_TWO_DRAWS = Smoothing(SIGMA, draws=2)
+_COLOR_PLAN = Plan(500, 100, _SHORT_RECIPE, cycles=3, pool=1000, validation=500)
+_FEW_METHODS = ("Random", "Entropy", "ExGrad", "LA", "REGrad*")
 
 
 def _transformer(epochs: int, augment: bool) -> Recipe:
@@ -158,9 +158,11 @@ CPU = Preset(
         "cifar10": Setup("vit-tiny", _transformer(20, augment=True), images=500, seeds=(0,)),
     },
     active={
-        "mnist": Learning(Plan(20, 20, _MANY, pool=2000, validation=500), _TWO, seeds=(0, 1)),
-        "cifar10": Learning(_COLOR, Smoothing(SIGMA), _FEW, seeds=(0,)),
-        "svhn": Learning(_COLOR, Smoothing(SIGMA), _FEW, seeds=(0,)),
+        "mnist": Learning(
+            Plan(20, 20, _LONG_RECIPE, pool=2000, validation=500), _TWO_DRAWS, seeds=(0, 1)
+        ),
+        "cifar10": Learning(_COLOR_PLAN, Smoothing(SIGMA), _FEW_METHODS, seeds=(0,)),
+        "svhn": Learning(_COLOR_PLAN, Smoothing(SIGMA), _FEW_METHODS, seeds=(0,)),
     },
     active_test=2000,
     timed=16,

@@ -88,7 +88,8 @@ def keep_usable(
 
     Args:
         methods: the methods by name.
-        try_method: computes a few scores by a method, given its name; a `QualmsError` means that the method cannot be used.
+        try_method: computes a few scores by a method, given its name; a `QualmsError` means that
+            the method cannot be used.
 
     Returns:
         The methods that work, and a row with the reason for each other one.

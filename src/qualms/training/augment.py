@@ -26,6 +26,7 @@ def augment(x: Float[Tensor, "n c h w"], draws: torch.Generator) -> Float[Tensor
     mirror = 1 - 2 * torch.randint(0, 2, (n,), generator=draws).float()
     moved = torch.randint(-PADDING, PADDING + 1, (n, 2), generator=draws) * 2 / torch.tensor([w, h])
     cos, sin = angle.cos(), angle.sin()
+    # The two rows of A for each image: mirrored and rotated, and the move in units of grid_sample.
     rows = torch.stack(
         [mirror * cos, -sin, moved[:, 0], mirror * sin, cos, moved[:, 1]], dim=1
     ).reshape(n, 2, 3)
