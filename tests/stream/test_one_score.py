@@ -28,7 +28,7 @@ Scores = dict[str, tuple[float, ...]]  # by the id of an image, one for each met
 
 @pytest.fixture
 def pictures_here(weights_here: Path) -> Path:
-    """Write six digits into two folders, in two orders; the second folder begins with other digits."""
+    """Write six digits into two folders, in two orders; the second begins with other digits."""
     digits = load("digits").pixels
     for folder, numbers in (("pictures", range(COUNT)), ("shuffled", [9, 8, 5, 3, 1, 0, 2, 4])):
         (weights_here / folder).mkdir()

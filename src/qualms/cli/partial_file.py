@@ -119,7 +119,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         self._path = None
 
     def restore(self, row: PartRow, threshold: Threshold | None) -> Scored:
-        """Turn a row back into scores; of the probabilities, only the predicted class's is restored.
+        """Turn a row back into scores, with the probability of the predicted class alone.
 
         Args:
             row: The row of a batch, from `part`.

@@ -170,7 +170,9 @@ def _parse_method(text: str, dataset: str) -> dict[str, Method]:
 
 
 def _labels(run: ScoringRun, images: Images, name: str) -> Tensor | None:
-    """Return the labels of images as class indices of the network, [n]; raise an error without labels.
+    """Return the labels of images as class indices of the network, [n].
+
+    Images without labels are an error.
 
     Args:
         run: The run with the network.

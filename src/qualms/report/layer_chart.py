@@ -69,8 +69,8 @@ def layer_sums(
         model: A classifier.
         x: A batch of the model's inputs, of shape [b, ...].
         methods: The methods by name; methods without layers (see `has_layers`) are left out.
-        settings: The settings of the engine, which may sample the classes; by default those of a new
-            scorer.
+        settings: The settings of the engine, which may sample the classes; by default those of a
+            new scorer.
 
     Returns:
         The names of the layers, and for each method an array of shape [b, layers].

@@ -18,7 +18,8 @@ from qualms.tasks.rows import CycleRow, Row
 MAX_POINTS = 300  # points of a curve that is drawn
 # An axis is logarithmic if the middle 90 % of the scores span this factor.
 LOG_AXIS_RATIO = 30
-# A logarithmic axis starts no lower than this share of its end, unless a quarter of a group is lower.
+# A logarithmic axis starts at this share of its end or above, unless a quarter of a group is
+# below.
 SMALLEST_RATIO = 1e-9
 OUTLIERS = 0.01  # the largest share of a group that lies beyond either end of an axis
 MAX_LAYERS = 12  # layers that are shown by name; the others are counted

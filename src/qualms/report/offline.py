@@ -48,7 +48,8 @@ def render_template(
         template: The file name of the template.
         styles: The CSS files that the page includes.
         scripts: The JavaScript files that the page includes.
-        values: The variables of the template. They are escaped, so text from users cannot become markup.
+        values: The variables of the template. They are escaped, so text from users cannot become
+            markup.
 
     Returns:
         The text of the page.

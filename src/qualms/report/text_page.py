@@ -121,7 +121,7 @@ class _ShownDocument:
 
     @staticmethod
     def of(document: ScoredDocument) -> "_ShownDocument":
-        """Prepare a document: tokens that share a character become one, with their highest score."""
+        """Join tokens that share a character into one, with their highest score."""
         tokens = shown_tokens(document.offsets)
         token_indices: list[int] = []
         group_starts = []

@@ -213,7 +213,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def answer_invalid_query(_: Request, error: RequestValidationError) -> Response:
-        """Answer a mistake in the query string, which FastAPI parses; the routes parse the bodies."""
+        """Answer a mistake in the query string, which FastAPI parses (routes parse the bodies)."""
         first = error.errors()[0]
         return error_response(422, f"{first['loc'][-1]} is invalid: {first['msg']}.")
 
@@ -225,7 +225,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(QualmsError)
     async def answer_qualms_error(_: Request, error: QualmsError) -> Response:
-        """Answer images that cannot become inputs; the message is only logged, as it may name files."""
+        """Answer images that cannot become inputs; the message may name files: it is only logged."""
         log.warning("a request could not be answered: %s", error)
         return error_response(422, "the images cannot be scored; see the service's log.")
 

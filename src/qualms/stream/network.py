@@ -58,7 +58,7 @@ class Network:
         return identity
 
     def inputs(self, images: Images) -> Float[Tensor, "n c h w"]:
-        """Transform images into the model's inputs: resized, in its channels and device, normalized."""
+        """Resize, convert and normalize images into the model's inputs, on its device."""
         return self._normalize(self._transform(images))
 
     def numbered_inputs(self, images: Images) -> tuple[Float[Tensor, "n c h w"], list[int]]:
@@ -103,7 +103,7 @@ class Network:
         return (*images.notes, description) if description else images.notes
 
     def require_input_size(self, images: Images) -> None:
-        """Raise an error that names the size if the model cannot take the first image at its size."""
+        """Raise an error, with the size, if the model cannot take the first image at its size."""
         if self.transform is not None:
             return
         height, width = images.size

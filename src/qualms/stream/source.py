@@ -285,7 +285,9 @@ def _folder_source(listing: Listing, reader: _FileReader) -> Source:
         parts: list[Split] = []
         for start in range(0, len(files), SPLIT_FILES):
             split_files = _absolute(files[start : start + SPLIT_FILES])
-            listing_of_split = Listing(folder.absolute(), split_files, None, (), [])
+            listing_of_split = Listing(
+                path=folder.absolute(), files=split_files, labels=None, classes=(), others=[]
+            )
             parts.append(partial(_files_of_split, listing_of_split))
         return parts
 

@@ -64,7 +64,7 @@ class ScoreRows(ABC, Generic[BatchT]):
         return tuple(name for name in self.exactly if name not in scores)
 
     def restore(self, batch: BatchT) -> bool:
-        """Return whether the journal has all methods' scores of a batch; start to time the batch."""
+        """Return whether the journal has all methods' scores of a batch; start its timer."""
         self._start = time.perf_counter()
         return not self.missing(batch)
 

@@ -198,7 +198,7 @@ def running_mean(scores: Floats) -> Floats:
 
 
 def span_means(scores: Floats, span: int) -> Floats:
-    """Average scores over consecutive spans of each window; left-over tokens at its end are dropped.
+    """Average scores over consecutive spans of each window; left-over tokens are dropped.
 
     Args:
         scores: the scores of the tokens, [windows, length].

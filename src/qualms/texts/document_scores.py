@@ -47,7 +47,8 @@ def score_documents(
         language_model: the model and the tokenizer that read the documents.
         documents: the texts to score.
         methods: specs or methods, as for `Scorer`.
-        engine: the engine of the gradient scores, as for `Scorer`; a `Sketch` sets the number of tangents.
+        engine: the engine of the gradient scores, as for `Scorer`; a `Sketch` sets the number of
+            tangents.
         seed: decides every random draw.
         context: how many tokens are read at once; by default as many as the model can read, at
             most 1024.

@@ -24,8 +24,8 @@ def generate(
 
     Args:
         language_model: the model and the tokenizer that write.
-        documents: the beginnings. If a document leaves no room in the model's context, its last tokens
-            are read.
+        documents: the beginnings. If a document leaves no room in the model's context, only its
+            last tokens are read.
         new_tokens: the most tokens to write; the model may end the text earlier.
         sample: draw each token by its probability, instead of taking the likeliest one.
         seed: decides the draws.

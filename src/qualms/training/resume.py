@@ -184,7 +184,7 @@ def _require_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, 
 
 
 def _require_same_types(ours: Any, theirs: Any) -> None:
-    """Raise a ValueError if nested settings differ in type or in keys; numbers may be int or float."""
+    """Raise a ValueError if nested settings differ in type or keys; int and float are one type."""
     are_numbers = isinstance(ours, (int, float)) and type(theirs) in (int, float)
     if type(ours) is not type(theirs) and not are_numbers:
         raise ValueError(
