@@ -20,7 +20,7 @@ from qualms.data import DATASETS, Normalization, load
 from qualms.models import load_model
 from qualms.models.zoo import ZOO
 from qualms.stream.network import Network
-from qualms.tasks.paper import SIGMA
+from qualms.tasks.paper_numbers import SIGMA
 from qualms.training import Recipe, fit
 
 

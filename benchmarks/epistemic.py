@@ -46,7 +46,7 @@ from qualms.models.cnn import mnist_cnn_5x5
 from qualms.random import generator
 from qualms.stream.network import Network
 from qualms.stream.sizes import FORWARD_BATCH
-from qualms.tasks.paper import methods_beside, paper_methods
+from qualms.tasks.paper_numbers import comparison_methods, paper_methods
 from qualms.tasks.score_rows import Methods
 from qualms.training import RECIPES, fit
 
@@ -130,7 +130,7 @@ def trained(name: str, images: Images, seed: int, out: Path, least: int = 1) -> 
 
 def every_method(with_data: bool = True) -> Methods:
     """The rows of the tables, under the names that they have there."""
-    found = {**paper_methods("mnist", draws=20), **methods_beside("mnist")}
+    found = {**paper_methods("mnist", draws=20), **comparison_methods("mnist")}
     found = {name: method for name, method in found.items() if name not in LEFT_OUT}
     return {
         name: method

@@ -14,7 +14,7 @@ import numpy as np
 
 from qualms.methods.method import TRAINING_DATA
 from qualms.methods.registry import BY_NAME
-from qualms.tasks.paper import paper_methods
+from qualms.tasks.paper_numbers import paper_methods
 
 RESAMPLES = 10_000
 BEST = 3

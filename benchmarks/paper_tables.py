@@ -18,8 +18,8 @@ from typing import Any
 
 from checkpoints import root
 
+from qualms.tasks.paper_tables import TABLES, Workspace
 from qualms.tasks.presets import CPU, Preset
-from qualms.tasks.reproduce import TABLES, Workspace
 from qualms.tasks.rows import Row
 
 RESULTS = Path(__file__).parent / "results" / "tables"

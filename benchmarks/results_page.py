@@ -23,9 +23,9 @@ from pages import fill, table
 from paper_tables import datasets
 
 from qualms.report.tables import list_left_out, list_networks, paper_table
-from qualms.tasks.paper import OOD, RAULC
+from qualms.tasks.paper_numbers import OOD, RAULC
+from qualms.tasks.paper_tables import TABLES
 from qualms.tasks.presets import CPU
-from qualms.tasks.reproduce import TABLES
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -22,7 +22,7 @@ def here(weights_here: Path) -> Path:
 
 @pytest.fixture
 def data_here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to run commands in that is the folder of datasets as well."""
+    """A working directory that is the folder of datasets as well."""
     monkeypatch.setenv("QUALMS_DATA", str(workdir))
     monkeypatch.setenv("COLUMNS", "200")
     return workdir
@@ -46,7 +46,7 @@ def story_here(workdir: Path, language_model: Path) -> Path:
 
 @pytest.fixture
 def no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that loads a model fails: what it refuses, it refuses before the work."""
+    """Make loading a model an error, to test that invalid options are refused before."""
     from qualms.cli import input_texts, scoring_run
 
     def fail(*_: object, **__: object) -> None:

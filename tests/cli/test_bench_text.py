@@ -27,7 +27,7 @@ def texts_here(data_here: Path) -> Path:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """The exit code of `qualms bench text`."""
+    """Run `qualms bench text`; return the exit code."""
     monkeypatch.setattr(
         sys, "argv", ["qualms", "bench", "text", "--model", "hf:lm", "--device", "cpu", *words]
     )

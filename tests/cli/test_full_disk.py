@@ -90,13 +90,13 @@ def disk(archive_here: Path) -> Iterator[Path]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Of all files but the empty ones that only say that a place is in use."""
+    """Read all files of a folder, except for the empty lock files."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def tables(folder: Path) -> dict[str, bytes]:
-    """The same without what is kept of a table until it is complete, which is whole lines."""
+    """Read all files but the partial ones; check that these end with a whole line."""
     found = content(folder)
     partial = [name for name in found if name.endswith(".partial")]
     assert all(found.pop(name).endswith(b"}\n") for name in partial)
@@ -104,7 +104,7 @@ def tables(folder: Path) -> dict[str, bytes]:
 
 
 def refused(err: str, why: str) -> None:
-    """One sentence, after what a command says on its way."""
+    """Check that the error is one sentence, after the progress of the command."""
     last = err.splitlines()[-1]
     assert re.fullmatch(rf"qualms: .*out.* cannot be written \({re.escape(why)}\); .*\.", last), err
     assert err.count("qualms: ") == 1
@@ -112,15 +112,13 @@ def refused(err: str, why: str) -> None:
 
 
 def fill(disk: Path, room: int) -> None:
-    """Leave so many bytes."""
+    """Fill the disk until `room` bytes are left."""
     left = os.statvfs(disk)
     (disk / ".filler").write_bytes(bytes(left.f_bavail * left.f_frsize - room))
 
 
 def earlier(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Tell) -> None:
-    """What stood there before: the result of the same command, or of its first half where that is
-    gone on with.
-    """
+    """Write an earlier result of the same command, or of its first half if the command resumes."""
     words = COMMANDS[name]
     if name == "bench":
         words = tuple("entropy" if word.startswith("entropy,") else word for word in words)
@@ -267,7 +265,7 @@ def test_an_output_that_takes_no_more_is_told(archive_here: Path) -> None:
 
 
 def removing(what: Callable[..., Any], folder: Path, before_call: int) -> Callable[..., Any]:
-    """The same function; the folder goes before one of its calls."""
+    """Wrap a function: before its call number `before_call`, the folder is removed."""
     calls = 0
 
     def called(*args: Any, **more: Any) -> Any:

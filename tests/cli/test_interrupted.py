@@ -85,7 +85,7 @@ def home(weights_here: Path) -> Path:
 def told(
     home: Path, name: str, count: int, signals: tuple[str, ...], fresh: bool = False
 ) -> dict[str, Any]:
-    """What a process that only starts and ends runs of the command says about them."""
+    """Interrupt runs of the command in a process of their own; return what it reports of them."""
     words = COMMANDS[name]
     own = "qualms.cli.bench_images" if name == "bench" else f"qualms.cli.{words[0]}_command"
     code = 4 if name == "score to a file" else 0  # for the picture that cannot be read

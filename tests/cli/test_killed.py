@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from qualms.tasks.presets import CPU, Setup
-from qualms.tasks.reproduce import TABLES, Workspace
+from qualms.tasks.paper_tables import TABLES, Workspace
 from qualms.training import RECIPES
 short = RECIPES["mnist"].shortened(2)
 setups = {"svhn": Setup("svhn-cnn", short, images=33, seeds=(0,))}
@@ -55,7 +55,7 @@ def finish(folder: Path, *command: str) -> str:
 
 
 def state(folder: Path) -> dict[str, int]:
-    """When each file that a command writes was last written."""
+    """Return the time of the last write to each file that a command writes."""
     found = {}
     for path in folder.rglob("*"):
         try:
@@ -82,7 +82,7 @@ def killed(folder: Path, times: int, *command: str) -> None:
 
 
 def rows(folder: Path) -> dict[str, list[str]]:
-    """Each file's rows without the times that they took, in one order."""
+    """Read the rows of each file, sorted, without the times that they took."""
     found = {}
     for path in sorted(folder.rglob("*.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -37,7 +37,7 @@ def command(*more: str) -> tuple[str, ...]:
 
 
 def stopped_at(batch: int, sizes: list[int] | None = None) -> Callable[..., Any]:
-    """Scores images until so many batches are done; then Ctrl-C comes."""
+    """Replace `ImageScorer.score`: raise KeyboardInterrupt once `batch` batches are done."""
     usual, done = ImageScorer.score, [] if sizes is None else sizes
 
     def scored(self: ImageScorer, images: Any, first: int = 0) -> Any:
@@ -56,7 +56,7 @@ def stop(monkeypatch: pytest.MonkeyPatch, batch: int, *words: str) -> None:
 
 
 def whole_table(archives_here: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> bytes:
-    """The table of a run that nobody stops."""
+    """Run the command without interruption; return its table, and remove it."""
     assert run(monkeypatch, *words) == 0
     table = archives_here / "out" / "scores.csv"
     content = table.read_bytes()

@@ -22,7 +22,7 @@ from tests.helpers.commands import NORMAL, own, rows, run
 
 
 def library(first: int, *methods: str) -> list[torch.Tensor]:
-    """The scores of six digits, without the command."""
+    """Score six digits by the library, without the command."""
     model, images = (
         load_model("digits-cnn", "weights.pt"),
         load("digits").take(slice(first, first + 6)),

@@ -34,7 +34,7 @@ PATIENCE = 120  # seconds
 
 
 def processor_time(script: str, *words: str, code: int = 0) -> float:
-    """Seconds that a process of Python computes for, in the best of three runs."""
+    """Measure the processor time of a Python script in seconds, the best of three runs."""
     taken = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -144,4 +144,4 @@ def test_debug_shows_the_traceback_of_a_process(tmp_path: Path) -> None:
     assert (plain.returncode, shown.returncode) == (1, 1)
     assert plain.stderr.count("\n") == 1
     assert "Traceback" in shown.stderr
-    assert "reproduce.py" in shown.stderr
+    assert "paper_tables.py" in shown.stderr

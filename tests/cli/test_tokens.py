@@ -42,7 +42,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def library(methods: Any = "regrad", documents: Any = TEXTS, **how: Any) -> list[ScoredDocument]:
-    """The scores without the command."""
+    """Score documents by the library, without the command."""
     return list(score_documents(load_language_model("hf:./lm"), documents, methods, **how))
 
 

@@ -31,7 +31,7 @@ def unpacked(found: dict[str, str]) -> np.ndarray:
 
 
 def pictures(page: Page) -> list[np.ndarray]:
-    """Every picture of the page, in order, with transparency."""
+    """Decode every picture of the page, in order, as RGBA."""
     sources = [
         str(attrs["src"]).partition("base64,")[2] for tag, attrs in page.elements if tag == "img"
     ]

@@ -36,7 +36,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def browser_slice(text: str, start: int, end: int) -> str:
-    """What a browser takes for the characters from `start` to `end`."""
+    """Slice a text as a browser does, by UTF-16 positions."""
     return text.encode("utf-16-le", "surrogatepass")[2 * start : 2 * end].decode("utf-16-le")
 
 

@@ -59,7 +59,7 @@ def ray() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def batches(network: Network) -> BatchScorer:
-    """With every kind of column that there is."""
+    """Build a scorer whose tables have every kind of column."""
     methods = {name: network.scale_noise(qualms.methods.parse(name)) for name in METHODS}
     limit = qualms.Threshold.from_scores(np.linspace(0, 60, 50), coverage=0.5)
     scorer = qualms.Scorer(network.model, methods, threshold=limit)
@@ -118,7 +118,7 @@ SEEN: dict[
 
 
 class Fragile(nn.Module):
-    """A network that does something else once a worker has seen so many batches."""
+    """A network that calls `act` once a worker has scored `after` batches."""
 
     def __init__(
         self, inner: nn.Module, out: Path, act: Callable[[Path], None], after: int
@@ -135,7 +135,7 @@ class Fragile(nn.Module):
 
 
 def kill_once(out: Path) -> None:
-    """The first worker to come here is killed."""
+    """Kill the first worker that calls this function."""
     try:
         (out / ".killed").touch(exist_ok=False)
     except FileExistsError:
@@ -144,7 +144,7 @@ def kill_once(out: Path) -> None:
 
 
 def give_up(out: Path) -> None:
-    """An error once a shard is written, if that is not forbidden."""
+    """Raise an error once a shard is written, unless the file `.go on` exists."""
     if (out / ".go on").exists():
         return
     for _ in range(600):

@@ -336,7 +336,7 @@ def test_broken_files_are_told(write: Any, told: str, tmp_path: Path) -> None:
 
 
 def tar(place: Path, *names: str) -> str:
-    """A file with a digit for each name that ends as an image does, and nothing for others."""
+    """Write a .tar file with a digit for each name that ends in png, and empty files for others."""
     with tarfile.open(place, "w") as file:
         for name in names:
             content = png(load("digits").pixels[0]) if name.endswith("png") else b""

@@ -43,7 +43,7 @@ TOLD = re.compile(
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One that has handles enough for all the clients here."""
+    """A running service that may open enough files for all clients of these tests."""
     least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4 * CONNECTIONS), most))
     log = tmp_path_factory.mktemp("service") / "log"
@@ -74,7 +74,7 @@ def post(
 
 
 def answer(of: socket.socket) -> tuple[int, str]:
-    """The status and the body of one answer, and nothing in it of how the service is made."""
+    """Receive one answer as status and body; check that nothing in it names the implementation."""
     found = b""
     while b"\r\n\r\n" not in found:
         more = of.recv(65_536)
@@ -95,7 +95,7 @@ def asked(service: Running, request: bytes) -> tuple[int, str]:
 
 
 def sentence(found: tuple[int, str], *statuses: int) -> str:
-    """The one sentence of a refusal."""
+    """Check that an answer is a refusal, and return its one sentence."""
     status, body = found
     assert status in statuses, body
     assert list(json.loads(body)) == ["error"]
@@ -103,7 +103,7 @@ def sentence(found: tuple[int, str], *statuses: int) -> str:
 
 
 def settled(service: Running) -> None:
-    """Wait until nothing is done for anybody."""
+    """Wait until no request is being handled."""
     until = time.monotonic() + PATIENCE
     while "qualms_waiting 0.0" not in service.ask("/metrics")[1]:
         assert time.monotonic() < until
@@ -111,13 +111,13 @@ def settled(service: Running) -> None:
 
 
 def web_side(service: Running) -> psutil.Process:
-    """The process that answers HTTP, the last to start."""
+    """Find the process that answers HTTP, which starts last."""
     return max(service.family(), key=lambda process: process.create_time())
 
 
 def handles(service: Running) -> int:
-    """What it has open, without what its threads have: each, once it begins, one to the queue of
-    the network.
+    """Count the open files of the process that answers HTTP, without those of its threads: each
+    opens the queue of the network once.
     """
     web = web_side(service)
     return web.num_fds() - web.num_threads()
@@ -193,7 +193,7 @@ def test_who_sends_headers_that_are_too_large_is_told(service: Running) -> None:
 
 
 def trickled(service: Running, begin: bytes, more: bytes) -> tuple[list[tuple[int, str]], float]:
-    """Send a byte now and then.
+    """Send bytes slowly, one now and then, until the connection is closed.
 
     Returns:
         The answers, and how long the connection stays open.
@@ -515,7 +515,7 @@ paths = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=5).map(
 
 
 def spoken(app: Any, method: str, path: str, headers: list[tuple[bytes, bytes]]) -> tuple[int, str]:
-    """The answer to a request with any path at all, as uvicorn hands it on."""
+    """Send an app a request with any path, even an invalid one, as uvicorn does."""
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:

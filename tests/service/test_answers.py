@@ -33,7 +33,7 @@ pytestmark = pytest.mark.serve
 
 
 def expected(*numbers: int) -> dict[str, torch.Tensor]:
-    """The scores of these digits, as tables and shards have them."""
+    """Score these digits by the library, as tables and shards do."""
     net = network()
     x, own = net.numbered_inputs(digits().take(torch.tensor(numbers)))
     return Scorer(net.model, [REGRAD, "entropy"], pixel_std=0.5)(x, numbers=own).scores

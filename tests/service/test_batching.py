@@ -102,7 +102,7 @@ def test_once_the_network_is_ready_the_board_is_not_read() -> None:
 
 
 def batches(side: ScoringWorker, *requests: ScoreRequest) -> list[list[ScoreRequest]]:
-    """What is scored together, if these have come in."""
+    """Return the batches in which waiting requests are scored."""
     waiting = queue.Queue[Any]()
     side.request_timeout = 30.0
     for number, one in enumerate(requests):

@@ -22,7 +22,7 @@ ANSWER = b"answered"
 
 
 class Wire(asyncio.Transport):
-    """Keeps what is written."""
+    """A transport that stores what is written to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +51,9 @@ def after(
     answers: Callable[[], Awaitable[Any]] | None = None,
     deadline: float = 60.0,
 ) -> Wire:
-    """The wire after reads, and seconds of waiting, of a service that answers after `answers`,
-    which reads no body.
+    """Feed a connection bytes, and seconds of waiting; return the wire with what it wrote.
+
+    The app behind it waits for `answers`, reads no body, and answers.
     """
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

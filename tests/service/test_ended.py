@@ -39,7 +39,7 @@ def answer(service: Running) -> object:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, object]:
-    """How long a service that is let alone takes to start, and what it answers."""
+    """Measure how long an undisturbed service takes to start, and what it answers."""
     began = time.monotonic()
     service = start_service(tmp_path_factory.mktemp("service"), "whole")
     try:
@@ -89,7 +89,7 @@ def test_a_service_that_is_ended_takes_all_its_processes_along(
 
 
 def faults(service: Running, number: signal.Signals) -> list[str]:
-    """What is wrong once a signal was sent."""
+    """List what is wrong after a service was sent a signal."""
     found, code = [], service.process.wait(PATIENCE)
     left = not_ended(service)
     log = service.log.read_text()

@@ -162,9 +162,7 @@ class Raw:
 def raw(
     app: Any, *parts: bytes, path: str = "/v1/score", gone: bool = False, **headers: str
 ) -> Raw:
-    """The answer to a request whose body begins with these parts, and then does not go on, or the
-    client goes away.
-    """
+    """Send a request whose body has these parts and no end; with `gone`, the client disconnects."""
     left, sent = list(parts), list[dict[str, Any]]()
 
     async def receive() -> dict[str, Any]:
@@ -307,7 +305,7 @@ def test_the_number_of_images_is_limited() -> None:
 
 
 class Slow:
-    """Responds once `go` is set."""
+    """A scoring function that responds once `go` is set."""
 
     def __init__(self) -> None:
         self.requests, self.go = 0, threading.Event()

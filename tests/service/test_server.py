@@ -49,7 +49,7 @@ def service(start: Start) -> Running:
 
 
 def batches(service: Running) -> tuple[int, int]:
-    """How many requests were scored, and how many of them with no other image beside theirs."""
+    """Return how many requests were scored, and how many of them in a batch of one image."""
     lines = dict(
         line.rsplit(" ", 1) for line in service.ask("/metrics")[1].splitlines() if line[0] != "#"
     )
@@ -118,8 +118,8 @@ Answers = list[tuple[int, Any]]
 
 
 def busy(service: Running, token: str | None = None) -> tuple[list[threading.Thread], Answers]:
-    """Twelve requests that the service has taken and not answered, each in its thread, and where
-    the answers come.
+    """Send twelve requests, each in a thread, and wait until the service has accepted them; return
+    the threads and the list that collects the answers.
     """
     many, answers = {"images": [pixels(i).tolist() for i in range(32)]}, Answers()
 

@@ -128,7 +128,7 @@ def test_the_log_says_each_step_with_its_seconds() -> None:
 
 
 def wait_for(service: Running, condition: str) -> None:
-    """Until the log holds that."""
+    """Wait until the log contains a text."""
     until = time.monotonic() + PATIENCE
     while condition not in service.log.read_text():
         assert time.monotonic() < until, service.log.read_text()

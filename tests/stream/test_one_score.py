@@ -28,7 +28,7 @@ Scores = dict[str, tuple[float, ...]]  # by the id of an image, one for each met
 
 @pytest.fixture
 def pictures_here(weights_here: Path) -> Path:
-    """Six images, in two folders and orders: the second begins with images of its own."""
+    """Write six digits into two folders, in two orders; the second begins with other digits."""
     digits = load("digits").pixels
     for folder, numbers in (("pictures", range(COUNT)), ("shuffled", [9, 8, 5, 3, 1, 0, 2, 4])):
         (weights_here / folder).mkdir()
@@ -46,7 +46,7 @@ def network_and_scorer() -> tuple[Network, qualms.Scorer]:
 
 
 def expected() -> Scores:
-    """By a scorer of the library, one image at a time."""
+    """Score the six digits by a scorer of the library, one image at a time."""
     network, scorer = network_and_scorer()
     found = {}
     for place in range(COUNT):
@@ -57,14 +57,14 @@ def expected() -> Scores:
 
 
 def assert_same(found: Scores) -> None:
-    """The scores of the six digits, whatever else was scored."""
+    """Check the scores of the six digits, whatever else was scored."""
     by_digit = {Path(name).stem.rpartition("-")[2]: scores for name, scores in found.items()}
     for digit, scores in expected().items():
         assert by_digit[digit] == pytest.approx(scores, rel=1e-4), digit
 
 
 def of_shards(folder: Path) -> Scores:
-    """By id, from all shards of a folder."""
+    """Read the scores by id from all shards of a folder."""
     found = {}
     for shard in sorted(folder.glob("shard*.parquet")):
         for row in parquet.read_table(shard).to_pylist():
@@ -73,7 +73,7 @@ def of_shards(folder: Path) -> Scores:
 
 
 def of_journal(path: Path, images: str) -> Scores:
-    """By id, from the rows of a task on a folder, in the order in which it takes images."""
+    """Read the scores by id from a task's rows, which are in the order of `subset`."""
     order = load(images).subset(500).ids
     found = {}
     for line in path.read_text().splitlines():

@@ -25,6 +25,6 @@ def known() -> Images:
 
 @pytest.fixture(scope="package")
 def strange() -> Images:
-    """Digits upside down and inverted."""
+    """Unknown images: digits upside down and inverted."""
     images = load("digits").subset(80, seed=1)
     return Images("strange", 255 - images.pixels.flip(2), None)

@@ -39,7 +39,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[str, ...]]]:
-    """The first input and the methods of every chunk that is computed."""
+    """Record the first position and the methods of every batch that is scored."""
     seen: list[tuple[int, tuple[str, ...]]] = []
     real = ImageScorer.score
 

@@ -4,7 +4,7 @@ import pytest
 
 from qualms.gradients.settings import Smoothing
 from qualms.methods.registry import parse
-from qualms.tasks.paper import (
+from qualms.tasks.paper_numbers import (
     ACTIVE,
     LAMBDA,
     OOD,
@@ -12,7 +12,7 @@ from qualms.tasks.paper import (
     RUNTIME,
     SWEEPS,
     VIT,
-    methods_beside,
+    comparison_methods,
     paper_methods,
     paper_row,
 )
@@ -142,7 +142,7 @@ def test_the_small_preset_tells_its_numbers() -> None:
 
 @pytest.mark.parametrize("dataset", ["mnist", "cifar100"])
 def test_what_stands_beside_the_papers_methods_is_none_of_them(dataset: str) -> None:
-    beside = methods_beside(dataset)
+    beside = comparison_methods(dataset)
     assert {"heat", "coherence", "scale", "odin", "knn", "vim"} <= set(beside)
     assert ("quam" in beside) == (dataset == "mnist")  # a hundred heads to search
     assert not {type(method) for method in beside.values()} & {

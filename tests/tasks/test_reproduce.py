@@ -10,14 +10,14 @@ from qualms.data import Images
 from qualms.methods.logits import Entropy
 from qualms.methods.registry import parse
 from qualms.models import load_model
-from qualms.tasks import reproduce
+from qualms.tasks import paper_tables
+from qualms.tasks.paper_tables import Workspace
 from qualms.tasks.presets import CPU, PAPER, Setup
-from qualms.tasks.reproduce import Workspace
 from qualms.training import RECIPES
 
 
 def made_up(dataset: str, root: Path, split: str = "test") -> Images:
-    """Noise in the shape of a dataset; more of SVHN than of others."""
+    """Make noise images in the shape of a dataset; SVHN has more images than the others."""
     count = 30 if dataset == "svhn" else 20
     noise, shape = (
         torch.Generator().manual_seed(count),
@@ -29,32 +29,32 @@ def made_up(dataset: str, root: Path, split: str = "test") -> Images:
 
 @pytest.fixture(autouse=True)
 def no_real_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reproduce, "_load", made_up)
+    monkeypatch.setattr(paper_tables, "_load", made_up)
 
 
 def test_ood_is_measured_on_as_many_images_of_both_datasets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reproduce, "EQUAL", 20)
+    monkeypatch.setattr(paper_tables, "IMAGES_OF_EACH", 20)
     setup = Setup("svhn-cnn", RECIPES["svhn"].shortened(1), seeds=(0,))
     preset, at = replace(PAPER, setups={"svhn": setup}), Workspace(tmp_path, tmp_path)
-    monkeypatch.setattr(reproduce, "table_methods", lambda *_: {"Entropy": Entropy()})
-    rows = [row for row in reproduce.table1(preset, at) if row["row"] == "ood"]
+    monkeypatch.setattr(paper_tables, "table_methods", lambda *_: {"Entropy": Entropy()})
+    rows = [row for row in paper_tables.table1(preset, at) if row["row"] == "ood"]
     assert [(row["out"], row["n_in"], row["n_out"]) for row in rows] == [
         ("cifar10", 20, 20),
         ("cifar100", 20, 20),
     ]
-    calibrated = [row for row in reproduce.table2(preset, at) if row["row"] == "calibration"]
+    calibrated = [row for row in paper_tables.table2(preset, at) if row["row"] == "calibration"]
     assert [row["n"] for row in calibrated] == [30]
 
 
 def test_each_seed_has_a_network_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reproduce, "table_methods", lambda *_: {"Entropy": Entropy()})
+    monkeypatch.setattr(paper_tables, "table_methods", lambda *_: {"Entropy": Entropy()})
     setup = Setup("svhn-cnn", RECIPES["svhn"].shortened(1), seeds=(0, 1))
     rows = list(
-        reproduce.table1(replace(PAPER, setups={"svhn": setup}), Workspace(tmp_path, tmp_path))
+        paper_tables.table1(replace(PAPER, setups={"svhn": setup}), Workspace(tmp_path, tmp_path))
     )
     areas = {
         row["seed"]: row["auroc"] for row in rows if row["row"] == "ood" and row["out"] == "cifar10"
@@ -66,12 +66,12 @@ def test_each_seed_has_a_network_of_its_own(
 def test_a_transformer_for_color_images_learns_gray_ones_in_its_own_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reproduce, "paper_methods", lambda *_: {"Entropy": Entropy()})
+    monkeypatch.setattr(paper_tables, "paper_methods", lambda *_: {"Entropy": Entropy()})
     monkeypatch.setattr(
-        reproduce, "methods_beside", lambda *_: {"gen": parse("gen"), "vim": parse("vim")}
+        paper_tables, "comparison_methods", lambda *_: {"gen": parse("gen"), "vim": parse("vim")}
     )
     setup = replace(CPU.vit["mnist"], recipe=RECIPES["vit"].shortened(1), images=10)
-    rows = list(reproduce.vit(replace(CPU, vit={"mnist": setup}), Workspace(tmp_path, tmp_path)))
+    rows = list(paper_tables.vit(replace(CPU, vit={"mnist": setup}), Workspace(tmp_path, tmp_path)))
     found = {(row["out"], row["method"]) for row in rows if row["row"] == "ood"}
     assert found == {
         (out, method) for out in ("omniglot", "fashion-mnist") for method in ("Entropy", "gen")
@@ -81,10 +81,10 @@ def test_a_transformer_for_color_images_learns_gray_ones_in_its_own_size(
 def test_active_learning_leaves_out_negrad_alone() -> None:
     """Its scores are all zero, so it would take the pool in the order of its file."""
     learning = PAPER.active["mnist"]
-    methods = reproduce.active_methods("mnist", learning, PAPER)
+    methods = paper_tables.active_methods("mnist", learning, PAPER)
     assert methods["Random"] is None
-    assert set(reproduce.paper_methods("mnist")) - set(methods) == {"NEGrad"}
-    assert list(reproduce.active_methods("svhn", CPU.active["svhn"], CPU)) == list(
+    assert set(paper_tables.paper_methods("mnist")) - set(methods) == {"NEGrad"}
+    assert list(paper_tables.active_methods("svhn", CPU.active["svhn"], CPU)) == list(
         CPU.active["svhn"].methods or ()
     )
 
@@ -92,10 +92,10 @@ def test_active_learning_leaves_out_negrad_alone() -> None:
 def test_tables_have_the_papers_methods_with_the_draws_of_the_preset_and_others_beside_them() -> (
     None
 ):
-    methods = reproduce.table_methods("svhn", CPU)
+    methods = paper_tables.table_methods("svhn", CPU)
     assert repr(methods["Perturb x"]) == "PerturbX(sigma=0.008, draws=20)"
     assert (
-        repr(reproduce.table_methods("svhn", PAPER)["Perturb x"])
+        repr(paper_tables.table_methods("svhn", PAPER)["Perturb x"])
         == "PerturbX(sigma=0.008, draws=100)"
     )
     assert {"REGrad*", "heat", "coherence", "odin", "knn"} <= set(methods)
@@ -105,17 +105,18 @@ def test_costs_are_those_of_the_methods_of_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = {
-        name: reproduce.table_methods("cifar10", CPU)[name] for name in ("Entropy", "LA", "MC-AA")
+        name: paper_tables.table_methods("cifar10", CPU)[name]
+        for name in ("Entropy", "LA", "MC-AA")
     }
     asked = []
-    monkeypatch.setattr(reproduce, "table_methods", lambda *given: asked.append(given) or chosen)
-    monkeypatch.setattr(reproduce, "MAX_TRAIN_IMAGES", 20)
+    monkeypatch.setattr(paper_tables, "table_methods", lambda *given: asked.append(given) or chosen)
+    monkeypatch.setattr(paper_tables, "MAX_TRAIN_IMAGES", 20)
     built = []
     monkeypatch.setattr(
-        reproduce, "load_model", lambda name: built.append(name) or load_model("svhn-cnn")
+        paper_tables, "load_model", lambda name: built.append(name) or load_model("svhn-cnn")
     )
     preset = replace(CPU, timed=2)
-    rows = list(reproduce.runtime(preset, Workspace(tmp_path, tmp_path)))
+    rows = list(paper_tables.runtime(preset, Workspace(tmp_path, tmp_path)))
     assert asked == [("cifar10", preset)]
     assert built == ["resnet18"]
     assert [(row["row"], row["method"], row["n"]) for row in rows] == [

@@ -87,7 +87,7 @@ def test_alternatives_are_the_five_likeliest_next_tokens(tiny: LanguageModel) ->
 
 
 def window_of(token: int, tokens: int) -> tuple[int, int]:
-    """By hand: a first window of 32, then <s> and 31 tokens of which the last 15 are new."""
+    """Compute the window of a token: the first has 32, others <s> and 31, of which 15 are new."""
     if token < CONTEXT:
         return 0, CONTEXT
     end = min(CONTEXT + 15 * ((token - CONTEXT) // 15 + 1), tokens)

@@ -16,7 +16,7 @@ def tiny() -> LanguageModel:
 
 
 def greedy(model: LanguageModel, ids: list[int], count: int) -> list[int]:
-    """What follows these tokens, one after the other, the plain way."""
+    """Continue these tokens greedily, one token after the other; return the new tokens."""
     ids, read = list(ids), len(ids)
     for _ in range(count):
         ids.append(int(model.model(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -24,7 +24,7 @@ def greedy(model: LanguageModel, ids: list[int], count: int) -> list[int]:
 
 
 def after(model: LanguageModel, text: str, count: int) -> str:
-    """The text with what follows it."""
+    """Return the text with its greedy continuation."""
     return text + words(model, greedy(model, model.tokenizer(text)["input_ids"], count))
 
 

@@ -27,8 +27,8 @@ class Stop(Exception):
 
 
 def network() -> nn.Module:
-    """With dropout, whose draws must not depend on where a run was interrupted, and batch
-    normalization.
+    """Build a network with dropout, whose draws must not depend on where a run was interrupted,
+    and batch normalization.
     """
     torch.manual_seed(0)
     return nn.Sequential(

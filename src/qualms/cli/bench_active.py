@@ -120,8 +120,8 @@ def parse_pickers(methods: str, dataset: str) -> Pickers:
     """Parse --methods, of which `random` may be one; `paper` includes it.
 
     Args:
-        methods: The value of the option.
-        dataset: The dataset whose settings the paper's methods have.
+        methods: The value of --methods.
+        dataset: The dataset for which the paper's methods have their settings.
 
     Returns:
         The methods by name, with None for random picks.
@@ -142,20 +142,20 @@ def select_usable_pickers(
     """Select the pickers that the network supports.
 
     Args:
-        network: What scores the images.
+        network: The network that scores the images.
         train: The images to pick from.
-        pickers: By name.
+        pickers: The pickers by name.
 
     Returns:
-        These pickers, and a row with the reason for each other one.
+        The pickers that work, and a row with the reason for each other picker.
     """
     methods = {name: method for name, method in pickers.items() if method is not None}
     if not methods:
         return pickers, []
     few = train.take(slice(0, 2 * FORWARD_BATCH))
-    good, left_out = select_usable(network, few, methods, few)
+    usable, left_out = select_usable(network, few, methods, few)
     kept: Pickers = {}
     for name, method in pickers.items():
-        if method is None or name in good:
+        if method is None or name in usable:
             kept[name] = method
     return kept, left_out

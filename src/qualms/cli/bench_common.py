@@ -67,8 +67,8 @@ def parse_outside(task: str, inside: str, outside: str) -> list[str]:
 
     Args:
         task: The name of the task, for errors.
-        inside: The dataset that the network knows, which may not be among the others.
-        outside: The value of the option.
+        inside: The dataset that the network knows, which may not be among the names.
+        outside: The value of --ood.
     """
     names = split_list(outside)
     if not names:
@@ -95,7 +95,7 @@ def rows_file(task: str, inside: str, name: str, seed: int) -> Path:
 
 
 def _file_part(text: str) -> str:
-    """Return text for a file name: letters, digits, hyphens and dots; hyphens for all else."""
+    """Replace all characters that are not letters, digits, hyphens or dots by hyphens."""
     characters = []
     for character in text:
         is_plain = character.isalnum() or character in "-."
@@ -109,9 +109,9 @@ def print_rows(
     """Print the rows of a task.
 
     Args:
-        rows: What the task yields.
+        rows: The rows that the task yields.
         table: Formats the rows as a table.
-        file: Where the rows are kept.
+        file: The file of the rows, which is named below the table.
         seed: The seed of the run.
         json_lines: Whether to print JSON lines in place of the table.
     """

@@ -94,10 +94,10 @@ class ImageTask:
 
     Args:
         network: The network to evaluate.
-        images: Test images of the dataset that it knows.
+        images: Test images of the dataset that the network knows.
         others: Test images of other datasets.
         methods: The methods that can be used, by name.
-        journal: Keeps the rows.
+        journal: Saves the rows.
         settings: The keyword arguments that all tasks share: seed, engine, tolerance, train and
             progress.
     """
@@ -132,22 +132,26 @@ def run_task(
         options: The options of the command.
         choose_methods: Returns the methods to evaluate, given the name of the dataset.
         measure: Runs the task.
-        table: Formats its rows.
-        outside: Names of the other datasets.
-        allow_random: Whether a network with random weights will do.
+        table: Formats the rows of the task.
+        outside: The names of the other datasets.
+        allow_random: Whether a network with random weights is accepted.
     """
     model = options.model or published_network(options.inside, options.root)
     file = options.out or rows_file(name, options.inside, model, options.seed)
     with show_progress() as progress:
         network = load_network(options.inside, model, options, options.classes, allow_random)
         names = [options.inside, *outside]
-        every = test_images(names, options.root, network.transform, strict=False)
-        images, *others = [found.subset(options.count or None) for found in every]
+        all_images = test_images(names, options.root, network.transform, strict=False)
+        images, *others = [
+            images_of_dataset.subset(options.count or None) for images_of_dataset in all_images
+        ]
         wanted = choose_methods(images.name)
         echo_images(network, images, *others)
         network.require_input_size(images)
         images = network.relabel(images)
-        train = training_images(wanted, options.inside, options.root, network.transform, every[0])
+        train = training_images(
+            wanted, options.inside, options.root, network.transform, all_images[0]
+        )
         methods, left_out = select_usable(network, images, wanted, train)
         groups = [images, *others]
         echo_price_of_groups(network, groups, methods, options.engine, options.tolerance)
@@ -168,7 +172,7 @@ def ablation_methods(dataset: str) -> Methods:
     """Return REGrad*, its variants without each part, and its sweeps over λ and σ.
 
     Args:
-        dataset: Whose λ and σ the paper's REGrad* has.
+        dataset: The dataset for which REGrad* has the paper's λ and σ.
     """
     return {**components(dataset), **lambda_sweep(), **sigma_sweep(dataset)}
 

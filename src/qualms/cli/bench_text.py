@@ -80,24 +80,24 @@ def text(options: TokenTaskOptions) -> None:
     if not wanted:
         raise QualmsError("--methods names no method; pass comma-separated specs.")
     file = options.out or rows_file("text", Path(options.inside).stem, options.model, options.seed)
-    place = resolve_device(options.device)
+    device = resolve_device(options.device)
     documents = {}
     for name, title in zip(names, _titles(names), strict=True):
         documents[title] = read_texts(name, options.root).documents
     with show_progress() as progress:
         language = load_language_model(options.model)
-        language.model.to(place)
+        language.model.to(device)
         texts = []
-        for title, found in documents.items():
-            windows = cut_windows(title, found, language, options.window)
+        for title, documents_of_text in documents.items():
+            windows = cut_windows(title, documents_of_text, language, options.window)
             texts.append(windows.subset(options.count or None))
-        good, left_out = usable_for_tokens(language.model, texts[0], wanted)
+        usable, left_out = usable_for_tokens(language.model, texts[0], wanted)
         with Journal(file, {"task": "text", **about(language)}) as journal:
             measured = task.text(
                 language.model,
                 texts[0],
                 texts[1:],
-                good,
+                usable,
                 journal,
                 seed=options.seed,
                 engine=Sketch(options.tangents),

@@ -112,7 +112,7 @@ def qualms(
 
 
 class UnexpectedError(QualmsError):
-    """An error that no part of the library expects: a defect of it, or of user code."""
+    """An unexpected error: a bug of the library or of the user's code."""
 
 
 def run() -> None:
@@ -156,7 +156,7 @@ def _explain(error: Exception) -> QualmsError:
     """Return one sentence for an error that is not of this library.
 
     Args:
-        error: Raised while the command ran.
+        error: The error that was raised while the command ran.
     """
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return QualmsError(
@@ -173,7 +173,7 @@ def use_option_names(text: str) -> str:
     """Replace keywords of the library, such as `classes=`, by options, such as `--classes`.
 
     Args:
-        text: An error of the library.
+        text: The message of an error of the library.
     """
 
     def replace(match: re.Match[str]) -> str:
@@ -205,11 +205,11 @@ def short_warnings() -> Iterator[None]:
 
         Args:
             message: The warning.
-            category: Its class.
-            filename: Where it was given.
-            lineno: The line there.
-            file: Where to print it.
-            line: The source of that line.
+            category: The class of the warning.
+            filename: The file that gave the warning.
+            lineno: The number of the line in that file.
+            file: The file to print the warning to.
+            line: The source text of the line.
         """
         if not issubclass(category, OUR_WARNINGS):
             show_others(message, category, filename, lineno, file, line)

@@ -35,7 +35,7 @@ def demo(
     Args:
         out: The page.
         open_page: Whether to open it in a browser.
-        seed: Of all random draws.
+        seed: The seed of all random draws.
         json_lines: Whether to print JSON in place of a table.
     """
     require_writable(out)

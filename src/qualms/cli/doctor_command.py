@@ -78,7 +78,7 @@ def _print_table(head: list[str], rows: list[dict[str, Any]]) -> None:
 
     Args:
         head: The names of the columns.
-        rows: With one value per column.
+        rows: The rows, each with one value per column.
     """
     lines = [list(row.values()) for row in rows]
     typer.echo(f"\n{markdown(head, lines)}")
@@ -88,8 +88,8 @@ def _package_version(module: str, package: str) -> str:
     """Return the version of a package, or why it cannot be imported.
 
     Args:
-        module: What is imported.
-        package: What pip calls it.
+        module: The name of the module to import.
+        package: The name of its package for pip.
     """
     try:
         with explain_failure(_explain_import, let_through=(ModuleNotFoundError,)):

@@ -13,7 +13,7 @@ from qualms.data import Images, ImageTransform, Rejected, dataset_name, load
 from qualms.errors import QualmsError
 from qualms.methods.method import TRAINING_DATA, Method
 from qualms.stream.network import Network
-from qualms.tasks.reproduce import MAX_TRAIN_IMAGES
+from qualms.tasks.paper_tables import MAX_TRAIN_IMAGES
 
 MAX_LISTED = 3  # inputs that could not be read, named on the terminal
 
@@ -24,20 +24,20 @@ def test_images(
     transform: ImageTransform | None,
     strict: bool = True,  # noqa: PT028 (not a test)
 ) -> list[Images]:
-    """Read test images. Those whose files have the same name are called by the whole path.
+    """Read test images. If two groups have the same name, each is named by its whole path.
 
     Args:
-        names: Datasets, files or folders.
+        names: The names of datasets, or the paths of files or folders.
         root: The folder with the datasets.
-        transform: Applied to files, which may hold images of several sizes. The network transforms
-            datasets, batch by batch.
+        transform: The transform that is applied to files, which may hold images of several sizes.
+            Datasets are transformed by the network, batch by batch.
         strict: Whether an image that cannot be read is an error.
     """
-    found = [_read(name, root, "test", transform, strict) for name in names]
-    short = [images.name for images in found]
+    groups = [_read(name, root, "test", transform, strict) for name in names]
+    short_names = [images.name for images in groups]
     distinct = []
-    for name, images in zip(names, found, strict=True):
-        is_shared = short.count(images.name) > 1
+    for name, images in zip(names, groups, strict=True):
+        is_shared = short_names.count(images.name) > 1
         distinct.append(replace(images, name=name) if is_shared else images)
     return distinct
 
@@ -52,13 +52,13 @@ def training_images(
     """Read the training images of a dataset; None if there are none, or no method learns from them.
 
     A file or folder without separate parts has the same images for training and testing. Methods
-    may not learn from those.
+    may not learn from the images that they score.
 
     Args:
-        methods: By name.
+        methods: The methods by name.
         name: A dataset, file or folder.
         root: The folder with the datasets.
-        transform: As for `test_images`.
+        transform: The transform that is applied to files, as for `test_images`.
         test: The test images of the same name.
     """
     if not any(TRAINING_DATA in method.needs for method in methods.values()):
@@ -81,7 +81,7 @@ def _read(
         name: The dataset, file or folder.
         root: The folder with the datasets.
         split: `test` or `train`.
-        transform: Applied to files.
+        transform: The transform that is applied to files, but not to datasets.
         strict: Whether an image that cannot be read is an error.
     """
     if dataset_name(name, root) is not None:
@@ -89,14 +89,14 @@ def _read(
     return load(name, root, split, transform=transform, strict=strict)
 
 
-def echo_images(network: Network, *found: Images) -> None:
+def echo_images(network: Network, *groups: Images) -> None:
     """Print how many images there are, where they come from, and how they are preprocessed.
 
     Args:
-        network: Which preprocesses them.
-        found: Groups of images.
+        network: The network, whose preprocessing is described.
+        groups: The groups of images.
     """
-    for images in found:
+    for images in groups:
         echo(f"{images.name}: {count_of(len(images), 'image')}, {images.source}")
         for note in network.describe_preprocessing(images):
             echo(f"  {note}")
@@ -107,11 +107,11 @@ def echo_rejections(rejected: Sequence[Rejected]) -> None:
     """Print how many inputs could not be read, with the reasons of the first ones.
 
     Args:
-        rejected: Images or documents.
+        rejected: The images or documents that could not be read, with reasons.
     """
     if not rejected:
         return
-    reasons = [f"{one.id} is {one.reason}" for one in rejected[:MAX_LISTED]]
+    reasons = [f"{item.id} is {item.reason}" for item in rejected[:MAX_LISTED]]
     if len(rejected) > MAX_LISTED:
         reasons.append(f"and {len(rejected) - MAX_LISTED} more")
     echo(f"  {len(rejected)} could not be read ({'; '.join(reasons)})")

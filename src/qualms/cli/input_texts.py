@@ -20,11 +20,11 @@ from qualms.texts.document_scores import score_documents
 
 @dataclass(frozen=True)
 class TextInput:
-    """What the token scores of a command are about.
+    """The documents that a command scores, and the language model that scores them.
 
     Args:
-        texts: The documents, and those that could not be read.
-        language_model: Scores them, on its device.
+        texts: The documents, and the documents that could not be read.
+        language_model: The language model, on its device.
     """
 
     texts: Texts
@@ -40,10 +40,10 @@ class TextInput:
         """Score every token of documents.
 
         Args:
-            documents: Those of the texts, which the model may have continued.
-            methods: By their specs.
-            engine: Of the gradient scores; None for the sketch.
-            seed: Of all random draws.
+            documents: The documents, which the model may have continued.
+            methods: The methods by their specs.
+            engine: The engine of the gradient scores; None for the sketch.
+            seed: The seed of all random draws.
         """
         with show_progress("first tokens") as progress:
             scored = score_documents(
@@ -65,25 +65,25 @@ def read_text_input(
     Args:
         texts: A file, folder or dataset.
         model: The language model, as --model names it.
-        device: Where it runs.
+        device: The device that the model runs on.
         root: The folder with the datasets.
         strict: Whether a document that cannot be read is an error.
     """
     status_line(f"reading {texts} …")
-    found = read_texts(texts, root, strict)
-    echo(f"{found.source}: {count_of(len(found.documents), 'document')}")
-    echo_rejections(found.rejected)
+    documents = read_texts(texts, root, strict)
+    echo(f"{documents.source}: {count_of(len(documents.documents), 'document')}")
+    echo_rejections(documents.rejected)
     status_line(f"loading {model} …")
     language_model = load_language_model(model)
     language_model.model.to(device)
-    return TextInput(found, language_model)
+    return TextInput(documents, language_model)
 
 
 def parse_token_methods(text: str) -> dict[str, Method]:
     """Parse --methods; raise an error if a method cannot score single tokens.
 
     Args:
-        text: The value of the option.
+        text: The value of --methods.
 
     Returns:
         The methods by name.
@@ -97,7 +97,7 @@ def require_sketch(engine: str | None) -> None:
     """Raise an error if --engine names an engine that takes too long for tokens.
 
     Args:
-        engine: The value of the option; None for the default.
+        engine: The value of --engine; None for the default.
     """
     if engine in ("exact", "reference"):
         raise QualmsError(f"--engine {engine} would take one pass per class and token; use sketch.")

@@ -21,9 +21,9 @@ class LazyGroup(TyperGroup):
     """A group whose commands are listed in a table.
 
     Attributes:
-        what: What errors call a command of the group.
-        table: By name, the module that holds the command under the same name (a function or a typer
-            app), and its line in the list of commands.
+        what: The noun for a command of the group in errors.
+        table: For each command its module, which holds the command under the same name (a function
+            or a typer app), and its line in the list of commands.
     """
 
     what: ClassVar[str] = "command"
@@ -39,7 +39,7 @@ class LazyGroup(TyperGroup):
         """Return the command that the first word names.
 
         Raises:
-            typer.Exit: If there is none, after printing the closest name or all names.
+            typer.Exit: If there is no such command, after printing the closest name or all names.
 
         Args:
             ctx: Typer's context.
@@ -63,7 +63,7 @@ class LazyCommand(TyperCommand):
     Args:
         name: The name of the command.
         module: The module to import it from.
-        help: Its line in the list of commands.
+        help: The line of the command in the list of commands.
     """
 
     def __init__(self, name: str, module: str, help: str) -> None:
@@ -75,9 +75,9 @@ class LazyCommand(TyperCommand):
 
         Args:
             info_name: The name that the user typed.
-            args: The words after it.
-            rest: Passed on to typer.
-            extra: Passed on to typer.
+            args: The words after the name.
+            rest: Further positional arguments for typer.
+            extra: Keyword arguments for typer.
         """
         return self.load().make_context(info_name, args, *rest, **extra)
 
@@ -85,7 +85,7 @@ class LazyCommand(TyperCommand):
         """Import the command itself, and wrap it for typer.
 
         Raises:
-            QualmsError: If it needs a package that is not installed.
+            QualmsError: If the command needs a package that is not installed.
         """
         status_line("starting …")
         try:

@@ -47,13 +47,13 @@ def load_network(
 
     Args:
         data: The dataset that the network knows, by name or path.
-        name: As for `qualms.models.load_model`.
+        name: The name of the network, as for `qualms.models.load_model`.
         options: Weights, normalization, size and device. By default the weights are the published
-            file in ROOT/weights, else that of the installed package that contains it. The
-            normalization is that of the training that wrote the checkpoint, else the publisher's,
-            else the dataset's usual one. The size is the publisher's.
+            file in ROOT/weights, else in an installed package that contains it. The normalization
+            is taken from the training that wrote the checkpoint, else from the publisher, else
+            from the dataset. The size is the publisher's.
         classes: The number of classes, for networks that can have any.
-        allow_random: Whether random weights will do where no others are found.
+        allow_random: Whether random weights are used if no others are found.
 
     Raises:
         QualmsError: If weights or the normalization are not found.
@@ -84,13 +84,13 @@ def load_network(
 
 
 def _published_weights(name: str, entry: Entry, folder: Path, allow_random: bool) -> Path | None:
-    """Return the file with the published weights of a network.
+    """Find the file with the published weights of a network.
 
     Args:
-        name: The network.
-        entry: Its entry in the zoo.
-        folder: Where to look first; then in the installed package that contains them.
-        allow_random: Whether to return None, rather than raise an error, where there are none.
+        name: The name of the network.
+        entry: The entry of the network in the zoo.
+        folder: The folder to search first, before the installed package that contains the weights.
+        allow_random: Whether to return None, rather than raise an error, if there are no weights.
     """
     file = folder / (entry.file or "")
     if entry.file is not None and file.is_file():
@@ -110,11 +110,11 @@ def _dataset_classes(dataset: str, entry: Entry) -> int | None:
 
     Args:
         dataset: The name of the dataset.
-        entry: Of the network in the zoo.
+        entry: The entry of the network in the zoo.
     """
-    known = DATASETS[dataset]
-    has_same_shape = (known.channels, known.size) == (entry.channels, entry.size)
-    return known.classes if has_same_shape else None
+    info = DATASETS[dataset]
+    has_same_shape = (info.channels, info.size) == (entry.channels, entry.size)
+    return info.classes if has_same_shape else None
 
 
 def _parse_normalization(
@@ -123,8 +123,8 @@ def _parse_normalization(
     """Parse --mean and --std; None if neither is given.
 
     Args:
-        name: The network.
-        published: Its publisher's preprocessing, which knows the number of channels.
+        name: The name of the network.
+        published: The publisher's preprocessing, which may state the number of channels.
         mean: The value of --mean.
         std: The value of --std.
     """
@@ -152,13 +152,13 @@ def _parse_normalization(
 def _known_normalization(
     name: str, published: Preprocessing, weights: Path | None, dataset: str | None
 ) -> Normalization:
-    """Return the normalization that a network was trained with.
+    """Return the normalization that a network was trained with, from the first source that has it.
 
     Args:
-        name: The network.
-        published: Its publisher's preprocessing.
-        weights: Its checkpoint, which may record the normalization.
-        dataset: The dataset that it knows, whose usual normalization comes last.
+        name: The name of the network.
+        published: The publisher's preprocessing, the second source.
+        weights: The network's checkpoint, the first source: it may record the normalization.
+        dataset: The dataset that the network knows, whose usual normalization is the last source.
     """
     if weights is not None:
         recorded = trained_with(weights)
@@ -179,7 +179,7 @@ def _channels(published: Preprocessing) -> int | None:
 def _image_transform(
     published: Preprocessing, size: int | None, channels: int
 ) -> ImageTransform | None:
-    """Return how images are resized for a network; None takes them as they are.
+    """Build the transform that resizes images for a network; None takes images of any size.
 
     Args:
         published: The publisher's preprocessing.

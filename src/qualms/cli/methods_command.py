@@ -43,7 +43,7 @@ def methods(
 
     Args:
         model: A network to estimate costs for.
-        weights: Its checkpoint.
+        weights: The checkpoint of the network.
         json_lines: Whether to print JSON lines in place of a table.
     """
     if model is not None:
@@ -75,9 +75,9 @@ def _print_paragraph(text: str, first: str, indent: str) -> None:
     """Print text that is wrapped to the width of a terminal.
 
     Args:
-        text: Of any length.
-        first: What its first line begins with.
-        indent: What all further lines begin with.
+        text: The text, of any length.
+        first: The beginning of the first line.
+        indent: The beginning of all further lines.
     """
     lines = textwrap.fill(
         text, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
@@ -90,7 +90,7 @@ def _list_prices(model: str, weights: Path | None, json_lines: bool) -> None:
 
     Args:
         model: The network, as --model names it.
-        weights: Its checkpoint.
+        weights: The network's checkpoint.
         json_lines: Whether to print JSON lines.
     """
     network = load_model(model, weights)
@@ -117,9 +117,9 @@ def _estimate_price(spec: str, network: nn.Module, x: torch.Tensor) -> dict[str,
     """Return the row of a method: its price, or why it is not known.
 
     Args:
-        spec: Of the method.
-        network: What it scores.
-        x: One input, [1, c, h, w].
+        spec: The spec of the method.
+        network: The network that is scored.
+        x: One input of the network, [1, c, h, w].
     """
     method = parse(spec)
     for need in (TRAINING_DATA, MODELS):

@@ -20,10 +20,10 @@ from qualms.errors import QualmsError, reason
 from qualms.gradients import settings
 from qualms.methods.method import Method
 from qualms.methods.registry import METHODS, parse
-from qualms.tasks.paper import paper_methods
+from qualms.tasks.paper_numbers import paper_methods
 
 Options = TypeVar("Options")
-Own = ParamSpec("Own")
+CommandParameters = ParamSpec("CommandParameters")
 
 # What users would choose in place of the paper's methods, and ours; `paper` includes them.
 ALTERNATIVES = ("energy", "gen", "heat", "coherence")
@@ -161,7 +161,7 @@ def resolve_device(name: str) -> str:
     """Return the device that --device names.
 
     Args:
-        name: A device of torch, or `auto` for the fastest that is available.
+        name: A device of torch, or `auto` for the fastest available device.
 
     Raises:
         QualmsError: If the named device is not available.
@@ -191,26 +191,26 @@ def parse_methods(text: str, dataset: str = "") -> dict[str, Method]:
 
     Args:
         text: The value of --methods.
-        dataset: The dataset whose settings the paper's methods have.
+        dataset: The dataset for which the paper's methods have their settings.
 
     Returns:
         The methods by name.
     """
-    found: dict[str, Method] = {}
+    methods: dict[str, Method] = {}
     for spec in split_list(text):
         if spec not in ("paper", "all"):
-            found[spec] = parse(spec)
+            methods[spec] = parse(spec)
             continue
-        found |= paper_methods(dataset)
-        found |= {name: parse(name) for name in ALTERNATIVES}
+        methods |= paper_methods(dataset)
+        methods |= {name: parse(name) for name in ALTERNATIVES}
         if spec == "all":
-            classes = {type(method) for method in found.values()}
+            classes = {type(method) for method in methods.values()}
             for method in METHODS:
                 if method not in classes:
-                    found[method.name] = method()
-    if not found:
+                    methods[method.name] = method()
+    if not methods:
         raise QualmsError("--methods names no method; pass comma-separated specs, or `paper`.")
-    return found
+    return methods
 
 
 def parse_class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
@@ -220,7 +220,8 @@ def parse_class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
         text: A number, comma-separated names, or a file with one name per line.
 
     Returns:
-        The number of classes, None if it is not given; and their names, if those are given.
+        The number of classes, None if it is not given; and the names of the classes, empty if they
+        are not given.
     """
     if text is None:
         return None, ()
@@ -233,20 +234,20 @@ def parse_class_names(text: str | None) -> tuple[int | None, tuple[str, ...]]:
             raise QualmsError(f"--classes {text} cannot be read: {reason(error)}.") from None
     else:
         names = split_list(text)
-    bare = [name.strip() for name in names]
-    found = tuple(name for name in bare if name)
-    if len(found) < 2:
+    stripped = [name.strip() for name in names]
+    class_names = tuple(name for name in stripped if name)
+    if len(class_names) < 2:
         raise QualmsError(
             f"--classes {text} is neither a number, nor two or more comma-separated names, nor a "
             "file with one name per line."
         )
-    return len(found), found
+    return len(class_names), class_names
 
 
 def with_options(
     options: type[Options],
-) -> Callable[[Callable[Concatenate[Options, Own], None]], Callable[..., None]]:
-    """Decorator that adds the fields of a dataclass to the options of a command.
+) -> Callable[[Callable[Concatenate[Options, CommandParameters], None]], Callable[..., None]]:
+    """Build a decorator that adds the fields of a dataclass to the options of a command.
 
     Commands that share a list of options thus state it once. Typer reads a command's signature, so
     the decorated function has the command's own parameters and one for each field.
@@ -268,12 +269,14 @@ def with_options(
         ```
     """
 
-    def decorate(command: Callable[Concatenate[Options, Own], None]) -> Callable[..., None]:
-        """Return a function with the signature that typer reads."""
+    def decorate(
+        command: Callable[Concatenate[Options, CommandParameters], None],
+    ) -> Callable[..., None]:
+        """Return a function with the signature that typer shall read."""
         shared = inspect.signature(options).parameters
-        own = list(inspect.signature(command).parameters.values())[1:]
+        specific = list(inspect.signature(command).parameters.values())[1:]
         parameters = []
-        for parameter in (*own, *shared.values()):
+        for parameter in (*specific, *shared.values()):
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
         parameters.sort(key=_is_optional)  # --help lists what is required first
 

@@ -54,8 +54,8 @@ class PartialFile(AbstractContextManager["PartialFile"]):
 
     Args:
         path: The file; None keeps the batches in memory only.
-        about: What decides the scores. A file with something else is refused.
-        overwrite: Whether such a file is started anew instead.
+        about: The settings that decide the scores. A file with other settings is refused.
+        overwrite: Whether a file with other settings is replaced instead.
     """
 
     def __init__(self, path: Path | None, about: dict[str, Any], overwrite: bool = False) -> None:
@@ -65,7 +65,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
             on_failure.callback(self._remove_if_empty)
             self._journal = Journal(path, {"task": "score", **about}, ADVICE, replace=overwrite)
             on_failure.pop_all()
-        self._parts: dict[tuple[str, int], PartRow] = {}  # by group and first image
+        self._parts: dict[tuple[str, int], PartRow] = {}  # by group and position of the first image
         for row in self._journal.where(row="part"):
             if not PartRow.__required_keys__ <= row.keys():
                 self._journal.__exit__()
@@ -98,9 +98,9 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         return row
 
     def add(self, row: PartRow) -> None:
-        """Keep a batch.
+        """Save the row of a batch.
 
-        If the disk is full, this is printed once, and scoring continues: the table may still be
+        If the disk is full, the error is printed once, and scoring continues: the table may still be
         written, and later batches are kept in memory.
         """
         self._parts[row["of"], row["first"]] = row
@@ -119,11 +119,11 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         self._path = None
 
     def restore(self, row: PartRow, threshold: Threshold | None) -> Scored:
-        """Return a batch as a scorer did, with the probability of the predicted class alone.
+        """Turn a row back into scores, with the probability of the predicted class alone.
 
         Args:
-            row: From `part`.
-            threshold: Of the scores.
+            row: The row of a batch, from `part`.
+            threshold: The threshold of the scores, if there is one.
         """
         try:
             return _restore(row, threshold)
@@ -134,13 +134,15 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         failed = kind is not None and issubclass(kind, QualmsError)
         if failed and self._parts and self._path is not None:
             echo(f"{_describe_progress(self._path)}.")
-        is_settled = bool(self._parts) or self._remove()  # while it is locked, where that works
+        is_settled = (
+            bool(self._parts) or self._remove()
+        )  # removed while it is locked, if the system allows that
         self._journal.__exit__()
         if not is_settled:
             self._remove()
 
     def _remove(self) -> bool:
-        """Remove the file; return whether it is gone. Windows removes no open file."""
+        """Remove the file; return False if it is open and the system (Windows) refuses."""
         try:
             if self._path is not None:
                 self._path.unlink(missing_ok=True)
@@ -163,21 +165,21 @@ class PartialFileSink:
     """The sink of a table: each batch is kept in a partial file until the table is complete.
 
     Args:
-        file: Holds the batches, also those of an earlier run.
-        group: What the images are, `IMAGES` or `REFERENCE`.
-        threshold: Of the scores.
+        file: The partial file, which may hold batches of an earlier run.
+        group: The group of the images, `IMAGES` or `REFERENCE`.
+        threshold: The threshold of the scores, if there is one.
     """
 
     def __init__(self, file: PartialFile, group: str, threshold: Threshold | None) -> None:
         self.file, self.group, self.threshold = file, group, threshold
         self.parts: list[Scored] = []
-        self.classes = 0  # the network's, once a batch has passed
+        self.classes = 0  # the number of the network's classes, once a batch was scored or restored
 
-    def has(self, batch: ImageBatch) -> bool:
-        """Return whether the file has a batch, which is then restored.
+    def restore(self, batch: ImageBatch) -> bool:
+        """Restore this batch from an earlier run; False if it has to be scored.
 
         Args:
-            batch: From a source; its images need not be scored again.
+            batch: A batch of the source; only its position and count are used.
         """
         row = self.file.part(self.group, batch.first, batch.count)
         if row is not None:
@@ -185,11 +187,11 @@ class PartialFileSink:
         return row is not None
 
     def write(self, batch: ImageBatch, scored: Scored | None) -> None:
-        """Keep a batch.
+        """Save the scores of a batch.
 
         Args:
-            batch: From a source.
-            scored: Its scores.
+            batch: A batch of the source.
+            scored: The scores of the batch.
         """
         assert scored is not None
         row = part_row(self.group, batch.first, scored)
@@ -197,7 +199,7 @@ class PartialFileSink:
         self._append(row)
 
     def _append(self, row: PartRow) -> None:
-        """Add a batch to the table."""
+        """Add the scores of a saved batch to the table."""
         self.parts.append(self.file.restore(row, self.threshold))
         self.classes = row["classes"]
 
@@ -234,17 +236,17 @@ def describe_images(images: Images) -> dict[str, Any]:
     """Return what identifies images in the first line of a file.
 
     Args:
-        images: In the order of the table.
+        images: The images, in the order of the table.
 
     Returns:
-        Their number, and fingerprints of their pixels and of their names.
+        The number of images, and fingerprints of their pixels and of their ids.
     """
     ids = hashlib.sha256("\0".join(images.ids).encode()).hexdigest()[:16]
     return {"count": len(images), "pixels": images.fingerprint(), "ids": ids}
 
 
 def part_row(group: str, first: int, scored: Scored) -> PartRow:
-    """Return all that a table shows of some images, with every number in full.
+    """Convert the scores of a batch to a row, with all digits of every number.
 
     Args:
         group: `IMAGES` or `REFERENCE`.
@@ -267,11 +269,11 @@ def part_row(group: str, first: int, scored: Scored) -> PartRow:
 
 
 def _restore(row: PartRow, threshold: Threshold | None) -> Scored:
-    """Return the scores of a row, whose probabilities are [n, 1], of the predicted classes.
+    """Convert a row back to scores, with probabilities [n, 1] of the predicted classes alone.
 
     Args:
-        row: From `part_row`.
-        threshold: Of the scores.
+        row: The row, from `part_row`.
+        threshold: The threshold of the scores, if there is one.
 
     Raises:
         ValueError: If the row was changed by something else.
@@ -298,17 +300,17 @@ def _restore(row: PartRow, threshold: Threshold | None) -> Scored:
 
 
 def _numbers(values: Tensor) -> Numbers:
-    """Return a tensor [n] as JSON, where numbers that are not finite are strings."""
+    """Convert a tensor [n] to JSON, where numbers that are not finite become strings."""
     plain = [value if math.isfinite(value) else str(value) for value in values.tolist()]
     return {"dtype": str(values.dtype).removeprefix("torch."), "values": plain}
 
 
 def _tensor(numbers: Numbers, count: int) -> Tensor:
-    """Return the tensor of `_numbers`, bit by bit: a Python float has all digits of each dtype.
+    """Convert the output of `_numbers` back to the same tensor, without loss for any dtype.
 
     Args:
         numbers: The dtype and the values.
-        count: How many values there must be.
+        count: The number of values that there must be.
     """
     dtype = DTYPES[str(numbers["dtype"])]
     values = torch.tensor([float(value) for value in numbers["values"]], dtype=dtype)

@@ -46,9 +46,9 @@ def echo_price(scorer: Scorer, x: Tensor, images: int | None) -> None:
     """Print how long it takes to score some images and, if that is long, what is cheaper.
 
     Args:
-        scorer: Of the images.
-        x: One of them as the network's input, [1, c, h, w].
-        images: How many are to be scored; None if that is not known.
+        scorer: The scorer of the images.
+        x: One image as the network's input, [1, c, h, w].
+        images: The number of images to score; None if it is not known.
     """
     price = scorer.price(x)
     if images is None:
@@ -74,32 +74,34 @@ def echo_price_of_groups(
     """Print how long a task takes, which scores several groups of images by the same methods.
 
     Args:
-        network: What scores them.
-        groups: The images; scores that an earlier run has kept take no time.
-        methods: By name, with noise in pixels.
-        engine: Of the gradient scores.
-        tolerance: As for `Scorer`.
+        network: The network whose uncertainty is scored.
+        groups: The groups of images; scores that an earlier run has saved take no time.
+        methods: The methods by name, with noise for pixels in [0, 1].
+        engine: The engine of the gradient scores.
+        tolerance: The tolerance of the engine, as for `Scorer`.
     """
-    own = {name: network.scale_noise(method) for name, method in methods.items()}
-    scorer = Scorer(network.model, own, models=network.members, engine=engine, tolerance=tolerance)
+    scaled = {name: network.scale_noise(method) for name, method in methods.items()}
+    scorer = Scorer(
+        network.model, scaled, models=network.members, engine=engine, tolerance=tolerance
+    )
     total = sum(len(images) for images in groups)
     echo_price(scorer, network.inputs(groups[0].take(slice(1))), total)
 
 
 def describe_price(price: Price) -> str:
-    """Return `0.5 s per image (30 forward passes)`.
+    """Format a price, such as `0.5 s per image (30 forward passes)`.
 
     Args:
-        price: Of one image.
+        price: The price of one image.
     """
     return f"{duration(price.seconds)} per image ({_passes(price)})"
 
 
 def duration(seconds: float) -> str:
-    """Return `40 ms`, `0.8 s`, `6 s`, `12 min` or `3.5 h`.
+    """Format a duration as `40 ms`, `0.8 s`, `6 s`, `12 min` or `3.5 h`.
 
     Args:
-        seconds: Above 0.
+        seconds: A duration above 0, in seconds.
     """
     if seconds < 0.1:
         return f"{max(1, round(seconds * 1000))} ms"
@@ -113,12 +115,12 @@ def duration(seconds: float) -> str:
 
 
 def _cheaper_prices(scorer: Scorer, x: Tensor, price: Price) -> Iterator[tuple[str, Price]]:
-    """Yield the ways that take at most half of a price, each with its own.
+    """Yield the ways to score that cost at most half of a price, each with its own price.
 
     Args:
-        scorer: What is to be cheaper.
+        scorer: The scorer that is to be made cheaper.
         x: One input, [1, c, h, w].
-        price: Of the scorer.
+        price: The price of the scorer.
     """
     for way in _cheaper_ways(scorer):
         other = Scorer(scorer.model, way.methods, pixel_std=1.0, **way.settings).price(x)
@@ -127,10 +129,10 @@ def _cheaper_prices(scorer: Scorer, x: Tensor, price: Price) -> Iterator[tuple[s
 
 
 def _cheaper_ways(scorer: Scorer) -> Iterator[CheaperWay]:
-    """Yield what may be cheaper than a scorer, without knowing its price.
+    """Yield ways to score that may be cheaper than a scorer; prices are not compared here.
 
     Args:
-        scorer: What is to be cheaper.
+        scorer: The scorer that is to be made cheaper.
     """
     methods, used = scorer.methods, scorer.settings
     if used.engine_name in ("exact", "reference") and not used.tolerance:
@@ -148,7 +150,7 @@ def _without_smoothing(method: Method) -> Method:
     """Return a gradient score without `+smooth`, any other method unchanged.
 
     Args:
-        method: Of any kind.
+        method: Any method.
     """
     if not isinstance(method, GradientScore) or method.smooth is None:
         return method
@@ -156,13 +158,13 @@ def _without_smoothing(method: Method) -> Method:
 
 
 def _passes(price: Price) -> str:
-    """Return `1 forward pass`, or `28 forward passes`."""
+    """Format a price in passes, such as `1 forward pass` or `28 forward passes`."""
     noun = "forward pass" if price.forward_passes == 1 else "forward passes"
     return f"{_short_number(price.forward_passes)} {noun}"
 
 
 def _short_number(value: float) -> str:
-    """Return `1.5`, `3` or `1,200`."""
+    """Format a number as `1.5`, `3` or `1,200`."""
     if value < 10:
         return f"{value:.1f}".rstrip("0").rstrip(".")
     return f"{value:,.0f}"

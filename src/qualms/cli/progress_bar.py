@@ -27,8 +27,8 @@ def show_progress(
 
     Args:
         what: The first kind of work. Without `total`, it is shown until something is reported.
-        done: How much of it was done before, by a run that this one resumes.
-        total: How much of it there is, if that is known.
+        done: How much of this work an earlier run has done.
+        total: How much of this work there is, if that is known.
 
     Yields:
         A `ProgressFn`.
@@ -62,7 +62,7 @@ def _log_progress(speed: "_Speed") -> ProgressFn:
     """Return a `ProgressFn` that prints at most one line every `LOG_INTERVAL` seconds.
 
     Args:
-        speed: Of each kind of work.
+        speed: Measures the speed of each kind of work.
     """
     printed = speed.latest
 
@@ -85,7 +85,7 @@ class _Speed:
 
     Attributes:
         latest: When the last report came, in seconds of the monotonic clock.
-        starts: By kind of work, when it started, and how much of it was done then.
+        starts: By kind of work, the time when it started, and how much was done by then.
     """
 
     # A lambda, because tests replace the clock.
@@ -97,7 +97,7 @@ class _Speed:
 
         Args:
             what: The kind of work.
-            done: How much of it an earlier run has done.
+            done: How much of this work an earlier run has done.
         """
         self.starts[what] = (self.latest, done)
 
@@ -106,8 +106,8 @@ class _Speed:
 
         Args:
             what: The kind of work.
-            done: How much of it is done.
-            total: How much of it there is.
+            done: How much of this work is done.
+            total: How much of this work there is.
         """
         now = time.monotonic()
         started, before = self.starts.setdefault(what, (self.latest, 0))

@@ -223,23 +223,23 @@ def _read_groups(
     """Read the images of --id and --ood, and print how many there are.
 
     Args:
-        network: Whose inputs they become.
+        network: The network, which resizes the images.
         known: The value of --id.
         options: The options of the command.
 
     Returns:
-        All images of --id; and the images to score, those of --id first.
+        All images of --id; and the groups of images to score, of which the first is from --id.
     """
     names = [known, *dict.fromkeys(split_list(options.ood))]
-    every = test_images(names, options.root, network.transform, options.strict)
-    first, *others = [images.subset(options.count or None) for images in every]
+    all_images = test_images(names, options.root, network.transform, options.strict)
+    first, *others = [images.subset(options.count or None) for images in all_images]
     echo_images(network, first, *others)
     network.require_input_size(first)
     first = network.relabel(first)
     others = [resize_like(network, first, images) for images in others]
     if first.labels is not None:
         network.accuracy(first)  # an error if its classes are not those of the labels
-    return every[0], [first, *others]
+    return all_images[0], [first, *others]
 
 
 def _score_groups(
@@ -252,19 +252,28 @@ def _score_groups(
     """Score all images; scores that an earlier run has kept are not computed again.
 
     Args:
-        network: What scores them.
-        groups: The images that the network knows, then others.
-        methods: By name, with noise in pixels.
-        file: Keeps the scores.
+        network: The network whose uncertainty is scored.
+        groups: The images that the network knows, then other groups.
+        methods: The methods by name, with noise for pixels in [0, 1].
+        file: The file that the scores are saved in.
         settings: Keyword arguments of `score_images`.
     """
     scored = []
     with Journal(file, {"task": "ood", **network.about}) as journal, show_progress() as progress:
         for images in groups:
-            found = score_images(network, images, methods, journal, progress=progress, **settings)
-            labels = found.labels if images is groups[0] else None
+            scored_images = score_images(
+                network, images, methods, journal, progress=progress, **settings
+            )
+            labels = scored_images.labels if images is groups[0] else None
             scored.append(
-                Group(images.name, images, found.scores, found.predicted, labels, found.confidence)
+                Group(
+                    images.name,
+                    images,
+                    scored_images.scores,
+                    scored_images.predicted,
+                    labels,
+                    scored_images.confidence,
+                )
             )
     return scored
 

@@ -33,14 +33,14 @@ def report_texts(
         model: A language model, as --model names it.
         methods: The value of --methods; None for `METHODS`.
         out: The page.
-        engine: Of the gradient scores; None for the sketch.
+        engine: The engine of the gradient scores; None for the sketch.
         root: The folder with the datasets.
-        seed: Of all random draws.
-        device: Where the model runs.
+        seed: The seed of all random draws.
+        device: The device that the model runs on.
         strict: Whether a document that cannot be read is an error.
 
     Returns:
-        What was read, and facts about the page.
+        The documents that were read, and facts about the page.
     """
     if texts is None or model is None:
         raise QualmsError(
@@ -51,11 +51,11 @@ def report_texts(
     wanted = parse_token_methods(METHODS if methods is None else methods)
     device = resolve_device(device)
     try:
-        found = read_text_input(texts, model, device, root, strict)
-        scored = found.score(found.texts.documents, wanted, engine, seed)
+        text_input = read_text_input(texts, model, device, root, strict)
+        scored = text_input.score(text_input.texts.documents, wanted, engine, seed)
     except KeyboardInterrupt:
         raise interruption(NOTHING) from None
-    about = {"Model": model, "Texts": found.texts.source, "Seed": str(seed)}
+    about = {"Model": model, "Texts": text_input.texts.source, "Seed": str(seed)}
     title = f"What {Path(model.removeprefix(PREFIX)).name} does not know"
     write_text_page(scored, out, title, about)
-    return found.texts, {**about, "methods": list(wanted)}
+    return text_input.texts, {**about, "methods": list(wanted)}

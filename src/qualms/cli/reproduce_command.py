@@ -10,8 +10,8 @@ from qualms.cli.options import Device, Json, Root, resolve_device
 from qualms.cli.progress_bar import show_progress
 from qualms.errors import QualmsError
 from qualms.report.tables import list_left_out, list_networks, paper_table
+from qualms.tasks.paper_tables import TABLES, Workspace
 from qualms.tasks.presets import PRESETS
-from qualms.tasks.reproduce import TABLES, Workspace
 
 
 def reproduce(

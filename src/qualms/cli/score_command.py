@@ -152,13 +152,13 @@ def score(
     file = None if table is None else table.path
     with report_interruption(None if file is None else partial_path(file)):
         run = _prepare_run(images, model, wanted, options, decision)
-        found = run.read(images)
-        scorer, scored = _score_table(run, found, decision, table, overwrite)
+        found_images = run.read(images)
+        scorer, scored = _score_table(run, found_images, decision, table, overwrite)
     for note in scored.notes.values():
         echo(note)
     accepted = None if scored.threshold is None else int(scored.accepted.sum())
     listed = None if file is None else rejected_file(file)
-    rejected = len(found.rejected)
+    rejected = len(found_images.rejected)
     name = None if file is None else str(file)
     result = describe_result(scorer, len(scored), accepted, decision.by, name, rejected, listed)
     print_result(scored, place, json_lines, result)
@@ -167,13 +167,13 @@ def score(
 
 @dataclass(frozen=True)
 class _Decision:
-    """What decides whether a prediction is accepted, if anything does.
+    """The options that decide which predictions are accepted: a reference or a threshold.
 
     Args:
         reference: Images that the network knows, to set a threshold on.
-        coverage: The share of them that is accepted.
+        coverage: The share of the reference images that is accepted.
         threshold: A threshold from a file, in place of a reference.
-        by: What the last line calls the reference or the file.
+        by: The name of the reference or of the threshold's file, for the last line.
     """
 
     reference: str | None
@@ -184,12 +184,12 @@ class _Decision:
     def resolve(
         self, run: ScoringRun, known: Images | None, partial: PartialFile | None = None
     ) -> Threshold | None:
-        """Return the threshold, set on the images of the reference if there are some.
+        """Return the threshold; if there is a reference, its images are scored to set one.
 
         Args:
-            run: Scores them.
-            known: The images of the reference.
-            partial: Keeps their scores.
+            run: The run that scores the images of the reference.
+            known: The images of the reference; None if there is none.
+            partial: The partial file that saves the scores of the reference.
         """
         if known is None:
             return self.threshold
@@ -201,7 +201,7 @@ class _Decision:
 def _parse_decision(
     reference: str | None, coverage: float | None, threshold: Path | None
 ) -> _Decision:
-    """Return what --reference, --coverage and --threshold decide.
+    """Combine --reference, --coverage and --threshold.
 
     Args:
         reference: The value of --reference.
@@ -209,7 +209,7 @@ def _parse_decision(
         threshold: The value of --threshold.
 
     Raises:
-        QualmsError: If they contradict each other.
+        QualmsError: If the options contradict each other.
     """
     if threshold is not None and (reference is not None or coverage is not None):
         raise QualmsError(
@@ -236,11 +236,11 @@ def _prepare_run(
     """Load the network, and check that a threshold from a file was calibrated on its scores.
 
     Args:
-        images: As the command line names them.
-        model: The network.
-        methods: By their specs, with noise in pixels.
+        images: The images, as the command line names them.
+        model: The network, as --model names it.
+        methods: The methods by their specs, with noise for pixels in [0, 1].
         options: The options of the command.
-        decision: What accepts predictions.
+        decision: The reference or threshold by which predictions are accepted.
     """
     run = prepare_run(images, model, methods, options)
     if decision.threshold is not None:
@@ -255,10 +255,10 @@ def _score_table(
 
     Args:
         run: The network and the methods.
-        images: What to score.
-        decision: What accepts predictions.
-        table: Where the rows go; None if they are only printed.
-        overwrite: Whether the kept scores of another run are replaced.
+        images: The images to score.
+        decision: The reference or threshold by which predictions are accepted.
+        table: The table that the rows go to; None if they are only printed.
+        overwrite: Whether scores that another run has saved are replaced.
 
     Returns:
         The scorer and all scores.
@@ -281,15 +281,15 @@ def _open_partial(
     table: Table | None,
     overwrite: bool,
 ) -> PartialFile:
-    """Open what an earlier run of the same command has kept, and print how much that is.
+    """Open the scores that an earlier run of the same command has saved, and print their number.
 
     Args:
         run: The network and the methods.
         images: The images of the table.
-        known: Those of the reference, if there is one.
-        decision: What accepts predictions.
-        table: Without a file, nothing is kept.
-        overwrite: Whether the kept scores of another run are replaced.
+        known: The images of the reference, if there is one.
+        decision: The reference or threshold by which predictions are accepted.
+        table: The table; if it has no file, nothing is saved.
+        overwrite: Whether scores that another run has saved are replaced.
     """
     if table is None or table.path is None:
         return PartialFile(None, {})

@@ -96,8 +96,8 @@ def score_to_folder(
 
     Args:
         run: The network and the methods.
-        scorer: Of the run, with the threshold.
-        images: As the command line names them.
+        scorer: The scorer of the run, with the threshold.
+        images: The images, as the command line names them.
         folder: Where the shards go.
         options: The options of the command.
         by: The images or the file that the threshold comes from.
@@ -112,8 +112,8 @@ def score_to_folder(
     network.require_input_size(first)
     size = first.size if network.transform is None else None
     batch_scorer = BatchScorer(network, scorer, source.name, source.classes, size, options.strict)
-    one = first.take(slice(0, 1))
-    trial = batch_scorer.score(one)
+    first_image = first.take(slice(0, 1))
+    trial = batch_scorer.score(first_image)
     run.require_class_count(trial.probs.shape[1])
     for note in trial.notes.values():
         echo(note)
@@ -121,7 +121,7 @@ def score_to_folder(
     before = min(shard_size * len(shards_in(folder)), source.count or 0)
     left = None if source.count is None else source.count - before
     if left != 0:
-        echo_price(scorer, network.inputs(one), left)
+        echo_price(scorer, network.inputs(first_image), left)
     try:
         done = _score(batch_scorer, source, folder, run, options, before)
     except KeyboardInterrupt:
@@ -151,11 +151,11 @@ def _score(
 
     Args:
         batch_scorer: Scores a batch.
-        source: All images.
+        source: The source of all images.
         folder: Where the shards go.
         run: The network and the methods.
         options: The options of the command.
-        before: How many images an earlier run has scored.
+        before: The number of images that an earlier run has scored.
     """
     about, size = run.describe(batch_scorer.scorer), options.shard_size or SIZE
     if options.runner == "ray":
@@ -167,5 +167,5 @@ def _score(
 
 
 def _begins_with(train: Images | None, images: Images) -> bool:
-    """Whether the first training images are these images."""
+    """Whether the first training images have the same pixels as these images."""
     return train is not None and torch.equal(train.pixels[: len(images)], images.pixels)

@@ -103,7 +103,7 @@ def score_tokens(
     """Score every token of texts into one table; print how many, and where the model knows least.
 
     Args:
-        texts: As the command line names them.
+        texts: The texts, as the command line names them.
         model: The language model, as --model names it.
         methods: The value of --methods; None for the default.
         out: The table; None if only JSON lines are printed.
@@ -116,31 +116,33 @@ def score_tokens(
     wanted = parse_token_methods(METHOD if methods is None else methods)
     device = resolve_device(options.device)
     table = None if out is None else open_table(out, overwrite, json_lines)
-    found = read_text_input(texts, model, device, options.root, options.strict)
-    documents = _generate(found, options)
+    text_input = read_text_input(texts, model, device, options.root, options.strict)
+    documents = _generate(text_input, options)
     engine = options.engine if options.tangents is None else Sketch(options.tangents)
-    scored = found.score(documents, wanted, engine, options.seed)
+    scored = text_input.score(documents, wanted, engine, options.seed)
     prompt_lengths = None
     if options.generate:
-        prompt_lengths = {one.name: len(one.text) for one in found.texts.documents}
+        prompt_lengths = {
+            document.name: len(document.text) for document in text_input.texts.documents
+        }
     rows = TokenTable(scored, prompt_lengths)
     if table is not None:
-        table.write(rows, found.texts.rejected)
-    print_result(rows, out, json_lines, _describe(scored, list(wanted), out, found.texts))
-    exit_if_incomplete(len(found.texts.rejected))
+        table.write(rows, text_input.texts.rejected)
+    print_result(rows, out, json_lines, _describe(scored, list(wanted), out, text_input.texts))
+    exit_if_incomplete(len(text_input.texts.rejected))
 
 
-def _generate(found: TextInput, options: ImageOrTokenOptions) -> Sequence[Document]:
+def _generate(text_input: TextInput, options: ImageOrTokenOptions) -> Sequence[Document]:
     """Return the documents, continued by the model with --generate.
 
     Args:
-        found: The documents and the model.
+        text_input: The documents and the model.
         options: The options of the command.
     """
-    documents = found.texts.documents
+    documents = text_input.texts.documents
     if options.generate is None:
         return documents
-    model, count = found.language_model, options.generate
+    model, count = text_input.language_model, options.generate
     with show_progress("first text") as progress:
         return list(generate(model, documents, count, seed=options.seed, progress=progress))
 
@@ -151,12 +153,12 @@ def _describe(
     """Return the last lines: how many tokens were scored, where they are, and the worst span.
 
     Args:
-        scored: All documents.
-        methods: The first one decides what is worst.
+        scored: All documents with the scores of their tokens.
+        methods: The methods; the first one decides which span is worst.
         out: The value of --out.
-        texts: What was read, and what could not be.
+        texts: The documents that were read, and those that could not be read.
     """
-    tokens = sum(len(one.ids) for one in scored)
+    tokens = sum(len(document.ids) for document in scored)
     documents = count_of(len(scored), "document")
     text = f"{documents}, {tokens} tokens scored by {', '.join(methods)}"
     listed = None
@@ -168,20 +170,20 @@ def _describe(
 
 
 def _describe_worst(scored: Sequence[ScoredDocument], method: str) -> str:
-    """Return which document has the span with the highest score, where, and its words.
+    """Describe the span with the highest mean score: its document, position and words.
 
     Args:
-        scored: All documents.
-        method: Whose scores are compared.
+        scored: All documents with the scores of their tokens.
+        method: The method whose scores are compared.
     """
     spans = []
     for one in scored:
         span = worst_span_of(one, method)
         if span is not None:
             spans.append((span, one))
-    worst, one = max(spans, key=lambda found: found[0].score)
-    start, end = one.offsets[worst.start][0], one.offsets[worst.end - 1][1]
-    quote = " ".join(one.document.text[start:end].split())
+    worst, document = max(spans, key=lambda pair: pair[0].score)
+    start, end = document.offsets[worst.start][0], document.offsets[worst.end - 1][1]
+    quote = " ".join(document.document.text[start:end].split())
     if len(quote) > QUOTE_LENGTH:
         quote = f"{quote[:QUOTE_LENGTH]} …"
-    return f"most uncertain by {method}: {one.document.name}, characters {start} to {end}: {quote}"
+    return f"most uncertain by {method}: {document.document.name}, characters {start} to {end}: {quote}"

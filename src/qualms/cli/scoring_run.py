@@ -63,9 +63,9 @@ class ScoringRun:
     """A network and methods, ready to score images.
 
     Args:
-        network: How images become inputs.
-        methods: By their specs, with noise in the units of the network's input.
-        train: Images that methods learn from; None if none does.
+        network: The network, which turns images into inputs.
+        methods: The methods by their specs, with noise in the units of the network's input.
+        train: Images that methods learn from; None if no method does.
         options: The options of the command.
     """
 
@@ -90,11 +90,11 @@ class ScoringRun:
     def make_scorer(
         self, threshold: Threshold | None = None, methods: dict[str, Method] | None = None
     ) -> Scorer:
-        """Return a scorer of the network's model.
+        """Build a scorer of the network's model.
 
         Args:
-            threshold: Of the first method; None accepts and rejects nothing.
-            methods: By their specs; by default all of the run's.
+            threshold: The threshold of the first method's scores; None decides nothing.
+            methods: The methods by their specs; by default all methods of the run.
 
         Raises:
             QualmsError: If the threshold was calibrated on scores of another kind.
@@ -117,8 +117,8 @@ class ScoringRun:
         """Score images that the network knows by the first method, which decides.
 
         Args:
-            images: The reference.
-            partial: Keeps the scores of each batch.
+            images: The images of the reference.
+            partial: The partial file that saves the scores of each batch.
 
         Returns:
             The scorer, whose engine is chosen, and the scores.
@@ -139,10 +139,11 @@ class ScoringRun:
         """Score all images, batch by batch; batches that an earlier run has scored are restored.
 
         Args:
-            scorer: From `make_scorer`.
-            images: In the order of the table.
-            partial: Keeps the scores of each batch, and holds those of the earlier run.
-            group: What the partial file calls the images, `IMAGES` or `REFERENCE`.
+            scorer: The scorer, from `make_scorer`.
+            images: The images, in the order of the table.
+            partial: The partial file that saves the scores of each batch, and may hold the scores
+                of an earlier run.
+            group: The group of the images in the partial file, `IMAGES` or `REFERENCE`.
 
         Returns:
             The scores, with the names of the images and of the classes if they are known.
@@ -168,12 +169,12 @@ class ScoringRun:
         return replace(scored, class_names=self.network.names_of_classes(images, sink.classes))
 
     def describe(self, scorer: Scorer) -> dict[str, Any]:
-        """Return what decides the scores, beside the images.
+        """Return the settings that decide the scores, beside the images.
 
-        A run resumes, and shards share a folder, only if this is the same.
+        A run resumes, and shards share a folder, only if these settings are equal.
 
         Args:
-            scorer: From `make_scorer`.
+            scorer: The scorer, from `make_scorer`.
         """
         settings, threshold = scorer.settings, scorer.threshold
         limit = None
@@ -215,20 +216,21 @@ def prepare_run(
     """Load the network and the training images, once the options are known to be complete.
 
     Args:
-        images: As the command line names them; the normalization of a dataset may serve.
-        model: As for `load_model`.
-        methods: By their specs, with noise in pixels.
+        images: The images, as the command line names them. If they are a dataset, its
+            normalization is used for a network without one.
+        model: The name of the network, as for `load_model`.
+        methods: The methods by their specs, with noise for pixels in [0, 1].
         options: The options of the command.
     """
     _require_training_data(methods, options)
     resolve_device(options.device)
     network = load_classifier(images, model, options, options.classes)
-    own = {name: network.scale_noise(method) for name, method in methods.items()}
+    scaled = {name: network.scale_noise(method) for name, method in methods.items()}
     train = None
     learns = any(TRAINING_DATA in method.needs for method in methods.values())
     if options.train is not None and learns:
         train = _read(options.train, network, options, "train")
-    return ScoringRun(network, own, train, options)
+    return ScoringRun(network, scaled, train, options)
 
 
 def load_classifier(
@@ -237,9 +239,10 @@ def load_classifier(
     """Load a network whose classes may be given by --classes.
 
     Args:
-        images: As the command line names them; the normalization of a dataset may serve.
-        model: As for `load_model`.
-        options: Of the network.
+        images: The images, as the command line names them. If they are a dataset, its
+            normalization is used for a network without one.
+        model: The name of the network, as for `load_model`.
+        options: The options of the network.
         classes: The value of --classes.
     """
     count, names = parse_class_names(classes)
@@ -263,7 +266,7 @@ def _require_training_data(methods: dict[str, Method], options: ScoreOptions) ->
     """Raise an error if a method needs training images or several models, which are not given.
 
     Args:
-        methods: By their specs.
+        methods: The methods by their specs.
         options: The options of the command.
     """
     for name, method in methods.items():
@@ -282,8 +285,8 @@ def _read(name: str, network: Network, options: ScoreOptions, split: str) -> Ima
     """Read images, and print how many there are and what is done to them.
 
     Args:
-        name: As the command line names them.
-        network: Whose transform is applied.
+        name: The images, as the command line names them.
+        network: The network, whose transform is applied.
         options: The options of the command.
         split: `test` or `train`.
     """

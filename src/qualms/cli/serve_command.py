@@ -141,11 +141,12 @@ class _Loader:
 
     Args:
         address: The network's name in answers and addresses.
-        public: Its name while it is loaded; since anybody can read it, it holds no folders.
-        model: As for `load_model`.
-        methods: By their specs, with noise in pixels.
+        public: The network's name in the log and at `/readyz` during the start. Anybody can read it,
+            so it holds no folders.
+        model: The name of the network, as for `load_model`.
+        methods: The methods by their specs, with noise for pixels in [0, 1].
         options: The other options.
-        threshold: What decides; None decides nothing.
+        threshold: The threshold that decides; None decides nothing.
     """
 
     address: str
@@ -192,6 +193,6 @@ def _file_name(model: str) -> str:
     """Return what --model names; for a file, without its folder.
 
     Args:
-        model: The value of the option.
+        model: The value of --model.
     """
     return Path(model).name if model.endswith(FILES) else model

@@ -53,10 +53,10 @@ def echo(text: str) -> None:
 
 
 def count_of(count: int, noun: str) -> str:
-    """Return `1 image`, or `6 images`.
+    """Format a count with its noun, such as `1 image` or `6 images`.
 
     Args:
-        count: At least 0.
-        noun: In the singular.
+        count: A number, at least 0.
+        noun: A noun in the singular.
     """
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -37,12 +37,12 @@ def require_new_file(path: Path, overwrite: bool) -> None:
 
     Args:
         path: The file.
-        overwrite: Whether it may exist.
+        overwrite: Whether the file may exist.
     """
     if path.is_dir():
         raise QualmsError(f"--out {path} is a folder; name a file.")
     _require_no_file(path, overwrite)
-    require_writable(path, _out(path))
+    require_writable(path, _output_name(path))
 
 
 def _require_no_file(path: Path, overwrite: bool) -> None:
@@ -93,7 +93,7 @@ class Table:
         """Write all rows, and beside them the list of inputs that could not be read.
 
         Args:
-            rows: Of images or tokens.
+            rows: The scores of images or tokens.
             rejected: The inputs that could not be read.
         """
         if self.path is None:
@@ -127,7 +127,7 @@ def print_result(rows: Rows, out: str | None, json_lines: bool, summary: str) ->
 
 
 def rejected_file(out: Path) -> Path:
-    """Return where the inputs that could not be read are listed.
+    """Return the path of the list of inputs that could not be read.
 
     Args:
         out: The file of the table.
@@ -143,10 +143,10 @@ def write_with_rejections(out: Path, rejected: Sequence[Rejected]) -> Iterator[P
         out: The value of --out.
         rejected: The inputs that could not be read.
     """
-    with explain_write_failure(_out(out)):
+    with explain_write_failure(_output_name(out)):
         # The folder existed when the command started, but may have been removed since.
         out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(out, _out(out)) as part:
+        with atomic_write(out, _output_name(out)) as part:
             yield part
             _write_rejections(rejected_file(out), rejected)
 
@@ -162,8 +162,8 @@ def _write_rejections(path: Path, rejected: Sequence[Rejected]) -> None:
         path.unlink(missing_ok=True)
         return
     columns = {
-        "id": [one.id for one in rejected],
-        "reason": [one.reason for one in rejected],
+        "id": [item.id for item in rejected],
+        "reason": [item.reason for item in rejected],
     }
     with (
         explain_write_failure(path),
@@ -173,8 +173,8 @@ def _write_rejections(path: Path, rejected: Sequence[Rejected]) -> None:
         _write_csv(columns, file)
 
 
-def _out(path: Path) -> str:
-    """Return what errors call the output."""
+def _output_name(path: Path) -> str:
+    """Return the name of the output in errors."""
     return f"--out {path}"
 
 
@@ -193,13 +193,13 @@ def describe_result(
     known/: scores.csv; 2 could not be read: scores.rejected.csv`.
 
     Args:
-        scorer: What scored them.
+        scorer: The scorer of the images.
         scored: The number of images with scores.
-        accepted: How many of them are accepted; None without a threshold.
+        accepted: The number of accepted images; None without a threshold.
         reference: The images or the file that the threshold comes from.
         out: The table; None if it is not a file.
         rejected: The number of images that could not be read.
-        rejected_list: Where those are listed; None if they are not.
+        rejected_list: The file that lists these images; None if there is none.
     """
     text = f"{count_of(scored, 'image')} scored by {', '.join(scorer.methods)}"
     has_gradients = any(isinstance(m, GradientScore) for m in scorer.methods.values())
@@ -219,7 +219,7 @@ def describe_rejections(rejected: int, rejected_list: Path | None) -> str:
 
     Args:
         rejected: The number of inputs that could not be read.
-        rejected_list: Where they are listed; None if they are not.
+        rejected_list: The file that lists these inputs; None if there is none.
     """
     if not rejected:
         return ""
@@ -238,9 +238,9 @@ def _write_text(rows: Rows, ending: str, file: io.TextIOBase) -> None:
     """Write rows as CSV or as JSON lines.
 
     Args:
-        rows: Of images or tokens.
-        ending: .csv or .jsonl.
-        file: Open for text.
+        rows: The scores of images or tokens.
+        ending: The format: .csv or .jsonl.
+        file: A file that is open for writing text.
     """
     if ending == ".csv":
         _write_csv(rows.columns(), file)
@@ -270,7 +270,7 @@ class _UnixLines:
 
 
 def _parquet() -> Any:
-    """Return the module pyarrow.parquet."""
+    """Import pyarrow.parquet, or raise an error that says how to do without."""
     try:
         from pyarrow import parquet
     except ImportError:

@@ -99,34 +99,36 @@ def threshold(
     wanted = _parse_method(method, dataset_name(images, options.root) or "")
     require_new_file(out, overwrite)
     run = prepare_run(images, model, wanted, options)
-    found = run.read(images)
-    labels = None if risk is None else _labels(run, found, images)
-    scorer, scored = run.score_reference(found)
+    known_images = run.read(images)
+    labels = None if risk is None else _labels(run, known_images, images)
+    scorer, scored = run.score_reference(known_images)
     (scores,) = scored.scores.values()
     correct = None if labels is None else scored.prediction.cpu() == labels
     if risk is None or correct is None:
         share = COVERAGE if coverage is None else coverage
-        made = Threshold.from_scores(scores, share, provenance=scorer.provenance)
+        new_threshold = Threshold.from_scores(scores, share, provenance=scorer.provenance)
     else:
-        sure = CONFIDENCE if confidence is None else confidence
-        made = Threshold.from_labels(scores, correct, risk, sure, provenance=scorer.provenance)
+        probability = CONFIDENCE if confidence is None else confidence
+        new_threshold = Threshold.from_labels(
+            scores, correct, risk, probability, provenance=scorer.provenance
+        )
     for note in scored.notes.values():
         echo(note)
-    with write_with_rejections(out, found.rejected) as part:
-        part.write_text(made.to_json() + "\n")
-    accepted = made.accept(scores)
+    with write_with_rejections(out, known_images.rejected) as part:
+        part.write_text(new_threshold.to_json() + "\n")
+    accepted = new_threshold.accept(scores)
     count = int(accepted.sum())
     if json_lines:
-        typer.echo(json.dumps({**_content(made), "accepted": count}))
+        typer.echo(json.dumps({**_content(new_threshold), "accepted": count}))
     else:
         wrong = ""
         if correct is not None:
             wrong = f", {int((~correct & accepted.cpu()).sum())} of them wrong"
         typer.echo(
-            f"{_promise(made)}. Of {len(found)} images of {found.source or images}, {count} are "
-            f"accepted{wrong}: {next(iter(wanted))} is at most {made.value:.6g}. Saved to {out}"
+            f"{_promise(new_threshold)}. Of {len(known_images)} images of {known_images.source or images}, {count} are "
+            f"accepted{wrong}: {next(iter(wanted))} is at most {new_threshold.value:.6g}. The file: {out}"
         )
-    exit_if_incomplete(len(found.rejected))
+    exit_if_incomplete(len(known_images.rejected))
 
 
 def _check_shares(coverage: float | None, risk: float | None, confidence: float | None) -> None:
@@ -153,8 +155,8 @@ def _parse_method(text: str, dataset: str) -> dict[str, Method]:
     """Parse --method, which may name only one.
 
     Args:
-        text: The value of the option.
-        dataset: The dataset whose settings the paper's methods have.
+        text: The value of --method.
+        dataset: The dataset for which the paper's methods have their settings.
 
     Returns:
         The method by its spec.
@@ -168,12 +170,14 @@ def _parse_method(text: str, dataset: str) -> dict[str, Method]:
 
 
 def _labels(run: ScoringRun, images: Images, name: str) -> Tensor | None:
-    """Return the labels as the network counts the classes, [n].
+    """Return the labels of images as class indices of the network, [n].
+
+    Images without labels are an error.
 
     Args:
-        run: The network.
-        images: With labels, else an error is raised.
-        name: What the error calls them.
+        run: The run with the network.
+        images: The images, which must have labels.
+        name: The name of the images in the error.
     """
     if images.labels is None:
         raise QualmsError(
@@ -183,45 +187,45 @@ def _labels(run: ScoringRun, images: Images, name: str) -> Tensor | None:
     return run.network.relabel(images).labels
 
 
-def _show(path: str, found: Threshold, json_lines: bool) -> None:
+def _show(path: str, threshold: Threshold, json_lines: bool) -> None:
     """Print what a threshold file holds.
 
     Args:
         path: The file.
-        found: What it holds.
-        json_lines: Whether to print it as JSON.
+        threshold: The threshold in the file.
+        json_lines: Whether to print the threshold as JSON.
     """
     if json_lines:
-        typer.echo(json.dumps(_content(found)))
+        typer.echo(json.dumps(_content(threshold)))
         return
-    lines = [f"{path}: inputs whose score is at most {found.value:.6g} are accepted."]
-    lines.append(f"{_promise(found)}; set on {found.samples} scores.")
-    if found.reference:
-        low, high = found.reference[0], found.reference[-1]
-        median = found.reference[len(found.reference) // 2]
+    lines = [f"{path}: inputs whose score is at most {threshold.value:.6g} are accepted."]
+    lines.append(f"{_promise(threshold)}; set on {threshold.samples} scores.")
+    if threshold.reference:
+        low, high = threshold.reference[0], threshold.reference[-1]
+        median = threshold.reference[len(threshold.reference) // 2]
         lines.append(f"These range from {low:.6g} to {high:.6g}, with median {median:.6g}.")
-    if found.provenance is None:
+    if threshold.provenance is None:
         lines.append(
             "It does not record its method and network; use it only with those it was set for."
         )
     else:
-        lines.append("It is valid only for scores computed with:")
-        for name, value in asdict(found.provenance).items():
+        lines.append("It is valid only for scores that are computed by:")
+        for name, value in asdict(threshold.provenance).items():
             if value is not None:
                 lines.append(f"  {name}: {value}")
     typer.echo("\n".join(lines))
 
 
-def _promise(found: Threshold) -> str:
+def _promise(threshold: Threshold) -> str:
     """Return what the rule of a threshold guarantees, as a clause.
 
     Args:
-        found: The threshold.
+        threshold: The threshold.
 
     Returns:
         Such as `At least 95 % of inputs like these are accepted`.
     """
-    kind, *numbers = found.rule.replace(" at confidence", "").split()
+    kind, *numbers = threshold.rule.replace(" at confidence", "").split()
     try:
         shares = [f"{100 * float(number):g} %" for number in numbers]
     except ValueError:
@@ -231,14 +235,14 @@ def _promise(found: Threshold) -> str:
     if kind == "risk" and len(shares) == 2:
         return f"At most {shares[0]} wrong among the accepted, at confidence {shares[1]}"
     if kind == "risk" and len(shares) == 1:
-        return f"At most {shares[0]} wrong among the accepted, on the inputs that it was set on"
-    return f"Its rule is: {found.rule}"
+        return f"At most {shares[0]} wrong among the accepted of the inputs that it was set on"
+    return f"Its rule is: {threshold.rule}"
 
 
-def _content(found: Threshold) -> dict[str, object]:
+def _content(threshold: Threshold) -> dict[str, object]:
     """Return a threshold as JSON, without the scores that it was set on, which are many."""
-    content = asdict(found)
+    content = asdict(threshold)
     del content["reference"]
-    if not math.isfinite(found.value):
+    if not math.isfinite(threshold.value):
         content["value"] = None
     return content

@@ -117,8 +117,8 @@ def _recipe(data: str, name: str, options: TrainOptions) -> Recipe:
     """Return the paper's recipe for a network, with the user's epochs and batch size.
 
     Args:
-        data: The dataset.
-        name: The network.
+        data: The name of the dataset.
+        name: The name of the network.
         options: The options of the command.
     """
     recipe = RECIPES.get(data, RECIPES["mnist"])
@@ -135,9 +135,9 @@ def _checkpoint(data: str, name: str, seed: int) -> Path:
     """Return the default path of a checkpoint, such as `runs/digits-digits-cnn-seed0.pt`.
 
     Args:
-        data: The dataset.
-        name: The network.
-        seed: Of the training.
+        data: The name of the dataset.
+        name: The name of the network.
+        seed: The seed of the training.
     """
     bare = name.replace(":", "-").replace("/", "-")
     return Path("runs") / f"{data}-{bare}-seed{seed}.pt"

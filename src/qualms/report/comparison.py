@@ -10,7 +10,7 @@ from qualms.report.figures import format_percent
 from qualms.report.numbers import Estimate, MethodSummary, Verdict
 from qualms.report.roles import find_default, not_for_use
 
-MAX_WIDE_COLUMNS = 3  # unknown groups with a column of their own on a wide screen
+MAX_WIDE_COLUMNS = 3  # unknown groups with a column of their row_summary on a wide screen
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Column:
     """A column of the table.
 
     Args:
-        of: The group of images that it is about; empty if there is none.
+        of: The name of the group of images that the column is about; empty if there is none.
         text: The heading.
         why: An explanation of the heading.
         place: Where it is shown: `first` always, `wide` on anything wider than a phone, `more` on
@@ -59,25 +59,31 @@ def columns(content: Content, summaries: Sequence[MethodSummary]) -> list[Column
         summaries: The summaries of all methods.
     """
     groups = content.unknown
-    found = []
+    table_columns = []
     if len(groups) > 1:
         title = f"mean of {len(groups)}"
-        found.append(Column(title, "AUROC, %", "over the unknown groups; 50 is chance", "first"))
+        table_columns.append(
+            Column(title, "AUROC, %", "over the unknown groups; 50 is chance", "first")
+        )
     place = _group_column_place(len(groups))
     for group in groups:
-        found.append(Column(group.name, "AUROC, %", "with its 95 % interval; 50 is chance", place))
+        table_columns.append(
+            Column(group.name, "AUROC, %", "with its 95 % interval; 50 is chance", place)
+        )
     for group in groups:
-        found.append(Column(group.name, "AUPR, %", "unknown images as the positive class", "more"))
+        table_columns.append(
+            Column(group.name, "AUPR, %", "unknown images as the positive class", "more")
+        )
     if any(summary.raulc is not None for summary in summaries):
         why = "with its 95 % interval; 1 is the ideal order, 0 is chance"
         place = "more" if groups else "first"
-        found.append(Column(content.known.name, "rAULC", why, place))
+        table_columns.append(Column(content.known.name, "rAULC", why, place))
     if content.costs:
         if all(isinstance(cost, int | float) for cost in content.costs.values()):
-            found.append(Column("", "cost", "time, where 1× is a forward pass", "first"))
+            table_columns.append(Column("", "cost", "time, where 1× is a forward pass", "first"))
         else:
-            found.append(Column("", "cost", "in forward passes", "more"))
-    return found
+            table_columns.append(Column("", "cost", "in forward passes", "more"))
+    return table_columns
 
 
 def _group_column_place(groups: int) -> str:
@@ -90,14 +96,14 @@ def _group_column_place(groups: int) -> str:
 
 
 def cells(
-    content: Content, summaries: Sequence[MethodSummary], own: MethodSummary
+    content: Content, summaries: Sequence[MethodSummary], row_summary: MethodSummary
 ) -> list[dict[str, Any]]:
     """Return the cells of a row, in the order of `columns`.
 
     Args:
         content: The content of the report.
         summaries: The summaries of all methods, which decide the range of whiskers.
-        own: The summary of the method in this row.
+        row_summary: The summary of the method in this row.
 
     Returns:
         For each cell its text, the key to sort by, and the positions of the dot and the whisker.
@@ -114,18 +120,18 @@ def cells(
         if summary.raulc is not None:
             lifts.append(summary.raulc)
     area_span, lift_span = _span(areas, 0.5), _span(lifts, 0.0)
-    found = []
-    if len(content.unknown) > 1 and own.mean_auroc is not None:
-        found.append(_estimate_cell(own.mean_auroc, 100, 1, area_span))
-    for area in own.auroc:
-        found.append(_estimate_cell(area, 100, 1, area_span))
-    for precision in own.aupr:
-        found.append(_plain_cell(f"{100 * precision:.1f}", precision))
-    if own.raulc is not None:
-        found.append(_estimate_cell(own.raulc, 1, 3, lift_span))
+    row_cells = []
+    if len(content.unknown) > 1 and row_summary.mean_auroc is not None:
+        row_cells.append(_estimate_cell(row_summary.mean_auroc, 100, 1, area_span))
+    for area in row_summary.auroc:
+        row_cells.append(_estimate_cell(area, 100, 1, area_span))
+    for precision in row_summary.aupr:
+        row_cells.append(_plain_cell(f"{100 * precision:.1f}", precision))
+    if row_summary.raulc is not None:
+        row_cells.append(_estimate_cell(row_summary.raulc, 1, 3, lift_span))
     if content.costs:
-        found.append(_cost_cell(own.cost))
-    return found
+        row_cells.append(_cost_cell(row_summary.cost))
+    return row_cells
 
 
 def _cost_cell(cost: int | float | str | None) -> dict[str, Any]:
@@ -222,9 +228,9 @@ def _format_interval(estimate: Estimate, scale: int, digits: int) -> str:
 
 
 def _span(estimates: Sequence[Estimate], chance: float) -> Span:
-    """Return the range of some estimates and their intervals.
+    """Return the range of whiskers: of some estimates and their intervals, with a margin.
 
-    Of the values below chance, the range includes little.
+    The range goes below chance by a tenth of its length above chance, at most.
     """
     ends = []
     for estimate in estimates:

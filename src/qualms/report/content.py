@@ -20,7 +20,7 @@ class Group:
     Args:
         name: The name of the group on the page.
         images: The images.
-        scores: By method, an array of shape [n].
+        scores: By method, the scores of the images, of shape [n].
         predicted: The predicted class of each image, of shape [n].
         labels: The true class of each image, as a number of `images.classes`, if it is known.
         confidence: The probability of each predicted class, if it is known.
@@ -45,14 +45,14 @@ class Group:
 
         Args:
             what: The name of the values in errors.
-            values: Of shape [n]; None if they are not known.
+            values: The values, of shape [n]; None if they are not known.
         """
         if values is None:
             return
-        found = check_scores(values, f"{what} for {self.name}")
-        if len(found) != len(self.images):
+        checked = check_scores(values, f"{what} for {self.name}")
+        if len(checked) != len(self.images):
             raise QualmsError(
-                f"{self.name} has {len(self.images)} images and {len(found)} values in {what}; "
+                f"{self.name} has {len(self.images)} images and {len(checked)} values in {what}; "
                 "pass one per image."
             )
 
@@ -69,9 +69,9 @@ class LayerContributions:
     """What each layer adds to the uncertainty of some inputs.
 
     Args:
-        names: Of the layers.
-        contributions: Of shape [n, layers], 0 or more, in any unit; the report shows shares of
-            their sum.
+        names: The names of the layers.
+        contributions: The contribution of each layer to each input's score, of shape [n, layers], 0
+            or more, in any unit; the report shows each layer's share of a row's sum.
         groups: The name of each input's group.
     """
 
@@ -103,7 +103,7 @@ class Content:
         unknown: Groups of other images, which scores should distinguish from the known ones.
         about: Short facts by name, such as the network's name and the seed.
         costs: The cost of each method in forward passes: a number, or words such as `method.cost`.
-        layers: By method, which layers its scores come from.
+        layers: By method, the contributions of layers to its scores.
         cycles: Rows of active learning, as `qualms.tasks.active` yields them.
         kinds: The methods by the names that the scores have; names that are specs need none.
         left_out: The methods that could not be used, and why.

@@ -126,5 +126,5 @@ def format_percent(share: float) -> str:
 
 
 def round_digits(values: np.ndarray, digits: int = 5) -> list[float]:
-    """Round to as many significant digits as a drawing can show."""
+    """Round to `digits` significant digits, as many as a drawing can show."""
     return [float(f"{value:.{digits}g}") for value in values]

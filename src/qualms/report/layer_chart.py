@@ -19,7 +19,7 @@ from qualms.methods.method import Method
 from qualms.report.content import Group, LayerContributions
 from qualms.stream.network import Network
 
-MAX_IMAGES = 24  # of each group
+MAX_IMAGES = 24  # images of each group
 
 
 def layers_of(
@@ -40,16 +40,16 @@ def layers_of(
     if not any(map(has_layers, methods.values())):
         return {}
     inputs = []
-    owners: list[str] = []
+    group_names: list[str] = []
     for group in groups:
         images = group.images.take(slice(0, MAX_IMAGES))
         inputs.append(network.inputs(images))
-        owners += [group.name] * len(images)
+        group_names += [group.name] * len(images)
     names, sums = layer_sums(network.model, torch.cat(inputs), methods)
-    found = {}
+    contributions = {}
     for method, values in sums.items():
-        found[method] = LayerContributions(names, values, owners)
-    return found
+        contributions[method] = LayerContributions(names, values, group_names)
+    return contributions
 
 
 def has_layers(method: Method) -> bool:
@@ -61,28 +61,28 @@ def layer_sums(
     model: nn.Module,
     x: Float[Tensor, "b ..."],
     methods: Mapping[str, Method],
-    how: Settings | None = None,
+    settings: Settings | None = None,
 ) -> tuple[list[str], dict[str, Float[np.ndarray, "b l"]]]:
     """Compute the contribution of each layer to the scores of a batch.
 
     Args:
         model: A classifier.
-        x: Its inputs, of shape [b, ...].
-        methods: The methods by name; those that have no layers are left out.
-        how: The settings of the engine, which may sample the classes; by default those of a new
-            scorer.
+        x: A batch of the model's inputs, of shape [b, ...].
+        methods: The methods by name; methods without layers (see `has_layers`) are left out.
+        settings: The settings of the engine, which may sample the classes; by default those of a
+            new scorer.
 
     Returns:
         The names of the layers, and for each method an array of shape [b, layers].
     """
-    how = how or Settings()
+    settings = settings or Settings()
     layers: list[str] = []
-    found: dict[str, np.ndarray] = {}
+    sums_by_method: dict[str, np.ndarray] = {}
     with preserve_state(model) as inner:
         context = BatchContext(ModelContext(inner), x)
         model_context = context.model_context
         classes = context.logits.shape[1]
-        model_context.settings = resolve_engine(how, inner, x, classes, model_context.cache)
+        model_context.settings = resolve_engine(settings, inner, x, classes, model_context.cache)
         for name, method in methods.items():
             if not (isinstance(method, GradientScore) and has_layers(method)):
                 continue
@@ -90,8 +90,8 @@ def layer_sums(
             values = sums.cpu()
             if method.layers is not None:
                 values = values * layer_weights(len(layers), method.layers)
-            found[name] = values.numpy()
-    return [layer_name(model, layer) for layer in layers], found
+            sums_by_method[name] = values.numpy()
+    return [layer_name(model, layer) for layer in layers], sums_by_method
 
 
 def layer_name(model: nn.Module, name: str) -> str:
@@ -99,7 +99,7 @@ def layer_name(model: nn.Module, name: str) -> str:
 
     Args:
         model: The model.
-        name: The name of a module in it. A name that is not a module is returned as it is.
+        name: The name of a module of the model. Any other name is returned unchanged.
     """
     module = dict(model.named_modules()).get(name)
     if module is None or not name:

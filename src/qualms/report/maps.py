@@ -172,19 +172,19 @@ def _rank_methods(maps: Maps) -> list[dict[str, Any]]:
 
 
 def _measures(maps: Maps, method: str) -> dict[str, float]:
-    """Return those of `MEASURES` that the labels allow for."""
+    """Compute the measures of `MEASURES` for which there are labels."""
     if maps.labels is None:
         return {}
     scores = maps.scores[method]
-    found: dict[str, float] = {}
+    measures: dict[str, float] = {}
     if maps.is_unknown.any():
-        found |= pixel_metrics(scores, maps.labels, maps.unknown, maps.ignore_index)
+        measures |= pixel_metrics(scores, maps.labels, maps.unknown, maps.ignore_index)
     known = maps.counts & ~maps.is_unknown
     right = known & (maps.prediction == maps.labels)
     wrong = known & ~right
     if right.any() and wrong.any():
-        found["wrong"] = auroc(scores[right], scores[wrong])
-    return found
+        measures["wrong"] = auroc(scores[right], scores[wrong])
+    return measures
 
 
 def _scene(maps: Maps, i: int, colors: Mapping[int, str]) -> dict[str, str]:
@@ -227,7 +227,7 @@ def _method_data(maps: Maps, method: str, shown: range) -> dict[str, Any]:
     places = np.ceil(shares * len(known) - 1e-9).astype(int) - 1
     thresholds = known[places]
     accepted = np.searchsorted(known, thresholds, "right")
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "name": method,
         "thresholds": pack_array(thresholds),
         "accepted": pack_array(accepted / len(known)),
@@ -237,16 +237,16 @@ def _method_data(maps: Maps, method: str, shown: range) -> dict[str, Any]:
     }
     if len(unknown):
         passed = np.searchsorted(unknown, thresholds, "right") / len(unknown)
-        found["flagged"] = pack_array(1 - passed)
+        data["flagged"] = pack_array(1 - passed)
     if maps.labels is not None:
         is_right = counts & ~maps.is_unknown & (maps.prediction == maps.labels)
         right = np.sort(scores[is_right])
         accepted_right = np.searchsorted(right, thresholds, "right")
-        found["right"] = pack_array(accepted_right / accepted)
+        data["right"] = pack_array(accepted_right / accepted)
     for i in shown:
         levels = _subsample(threshold_levels(scores[i], thresholds))
-        found["levels"].append(pack_array(levels.reshape(-1)))
-    return found
+        data["levels"].append(pack_array(levels.reshape(-1)))
+    return data
 
 
 def threshold_levels(
@@ -256,14 +256,14 @@ def threshold_levels(
 
     Args:
         scores: The scores of the pixels, of shape [height, width]; NaN where there is none.
-        thresholds: In ascending order.
+        thresholds: The thresholds, in ascending order, of shape [k].
     """
     levels = np.searchsorted(thresholds, scores, "left")
     return np.where(np.isnan(scores), NO_SCORE, levels).astype(np.uint8)
 
 
 def _subsample(values: Shaped[np.ndarray, "h w *c"]) -> Shaped[np.ndarray, "k l *c"]:
-    """Keep every k-th pixel of a large map, so that pixels are not mixed with others."""
+    """Keep every k-th pixel of a map that is too large, without averaging pixels."""
     step = math.ceil(max(values.shape[:2]) / MAX_SIDE)
     return values[::step, ::step]
 

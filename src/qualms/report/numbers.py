@@ -15,13 +15,14 @@ from qualms.report.content import Content, LayerContributions
 from qualms.report.roles import not_for_use
 from qualms.tasks.rows import CycleRow, Row
 
-MAX_POINTS = 300  # of a curve that is drawn
+MAX_POINTS = 300  # points of a curve that is drawn
 # An axis is logarithmic if the middle 90 % of the scores span this factor.
 LOG_AXIS_RATIO = 30
-# It spans no more than this ratio, unless that would hide a quarter of a group.
+# A logarithmic axis starts at this share of its end or above, unless a quarter of a group is
+# below.
 SMALLEST_RATIO = 1e-9
 OUTLIERS = 0.01  # the largest share of a group that lies beyond either end of an axis
-MAX_LAYERS = 12  # that are shown by name; the others are counted
+MAX_LAYERS = 12  # layers that are shown by name; the others are counted
 LearningMeasure = Literal["accuracy", "nll"]  # what active learning is judged by
 
 
@@ -32,7 +33,7 @@ class Estimate:
     Args:
         value: The measure of all inputs.
         low: The lower end of the interval; NaN where too few resamples have a value.
-        high: Its upper end.
+        high: The upper end of the interval.
     """
 
     value: float
@@ -45,7 +46,7 @@ class MethodSummary:
     """The measures of one method.
 
     Args:
-        method: Its name.
+        method: The name of the method.
         mean_auroc: The mean AUROC over the unknown groups; None without such groups.
         auroc: The AUROC of each unknown group against the known images.
         aupr: The AUPR of each unknown group.
@@ -272,7 +273,7 @@ class LayerShares:
     Args:
         groups: The names of the groups.
         names: The names of the layers with the largest shares, in the order of the forward pass.
-        shares: Of each group and named layer.
+        shares: The mean share of each named layer in each group's scores, [groups, layers].
         others: The number of layers that are not named.
     """
 
@@ -296,12 +297,12 @@ def layer_shares(
     total = contributions.sum(1, keepdims=True)
     shares = np.zeros_like(contributions)
     np.divide(contributions, total, out=shares, where=total > 0)
-    owners = np.array(layers.groups)
+    group_names = np.array(layers.groups)
     groups = []
     for group in content.groups:
         if group.name in layers.groups:
             groups.append(group.name)
-    means = np.stack([shares[owners == name].mean(0) for name in groups])
+    means = np.stack([shares[group_names == name].mean(0) for name in groups])
     kept = np.sort(np.argsort(-means.max(0), kind="stable")[:most])
     names = [layers.names[i] for i in kept]
     return LayerShares(groups, names, means[:, kept], len(layers.names) - len(kept))
@@ -348,8 +349,8 @@ def learning_curves(
             else:
                 start.append(row)
         curves[data] = []
-        for method, own in by_method.items():
-            curves[data].append(_learning_curve(method, [*start, *own], measure))
+        for method, method_rows in by_method.items():
+            curves[data].append(_learning_curve(method, [*start, *method_rows], measure))
     return curves
 
 
@@ -360,18 +361,18 @@ def _learning_curve(
 
     Args:
         method: The name of the method.
-        rows: Its cycles with all seeds, and those before the first pick.
+        rows: The rows of the method's cycles, of all seeds, and the rows before the first pick.
         measure: The measure that is drawn.
     """
     values: dict[int, list[float]] = {}
     for row in rows:
         values.setdefault(row["labeled"], []).append(row[measure])
     labeled = sorted(values)
-    of_seeds = [values[count] for count in labeled]
+    values_of_seeds = [values[count] for count in labeled]
     return LearningCurve(
         method=method,
         labeled=labeled,
-        mean=list(map(statistics.fmean, of_seeds)),
-        low=list(map(min, of_seeds)),
-        high=list(map(max, of_seeds)),
+        mean=list(map(statistics.fmean, values_of_seeds)),
+        low=list(map(min, values_of_seeds)),
+        high=list(map(max, values_of_seeds)),
     )

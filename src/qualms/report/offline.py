@@ -45,10 +45,11 @@ def render_template(
     """Render a template of this folder.
 
     Args:
-        template: Its file name.
-        styles: The CSS files that it includes.
-        scripts: The JavaScript files that it includes.
-        values: Its variables. They are escaped, so text from users cannot become markup.
+        template: The file name of the template.
+        styles: The CSS files that the page includes.
+        scripts: The JavaScript files that the page includes.
+        values: The variables of the template. They are escaped, so text from users cannot become
+            markup.
 
     Returns:
         The text of the page.

@@ -92,7 +92,7 @@ def _html(content: Content, summaries: list[MethodSummary]) -> str:
 
 
 def _first_method(content: Content, verdict: Verdict) -> str | None:
-    """Return the method that the page opens on: the default, or else the highest one."""
+    """Return the method that the page opens on: the default, or else the highest-ranked method."""
     default = find_default(content)
     if default is None and verdict.highest is not None:
         return verdict.highest.method
@@ -182,13 +182,13 @@ def _describe_mistakes(content: Content) -> str:
 
 def _learning_figures(content: Content) -> list[dict[str, Any]]:
     """Return the curves of active learning, a figure for each measure and dataset."""
-    found = []
+    learning = []
     for measure, (title, best) in LEARNING.items():
         for data, curves in learning_curves(content.cycles, measure).items():
             if curves:
                 figure = figures.learning_figure(curves, title, best)
-                found.append({"title": f"{data}: {title}", **figure})
-    return found
+                learning.append({"title": f"{data}: {title}", **figure})
+    return learning
 
 
 def _data(content: Content, methods: list[str], learning: list[dict[str, Any]]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _data(content: Content, methods: list[str], learning: list[dict[str, Any]]) 
     classes = tuple(content.classes) or content.known.images.classes
     mistakes = confident_mistakes(content.known)
     method_data = [_method_data(content, method) for method in methods]
-    galleries = [each["gallery"] for each in method_data]
+    galleries = [data["gallery"] for data in method_data]
     groups = []
     for group in content.groups:
         groups.append(_group_data(group, classes, group is content.known))
@@ -241,12 +241,13 @@ def _pictures(
 
 
 def _group_data(group: Group, classes: tuple[str, ...], is_known: bool) -> dict[str, Any]:
-    """Return a group's name and what is known of its images, except their scores.
+    """Return what the page's script reads about a group, except for the scores.
 
     Args:
         group: The images.
         classes: The names of the network's classes.
-        is_known: Whether these are the known images. Labels of others are not the network's.
+        is_known: Whether these are the known images. Labels of other images are not among the
+            network's classes.
     """
     columns: dict[str, Any] = {
         "name": group.name,
@@ -302,26 +303,26 @@ def _layer_data(content: Content, method: str) -> dict[str, Any]:
     """
     if method not in content.layers:
         return {"summary": _explain_no_layers(content, method), "bars": []}
-    found = layer_shares(content, content.layers[method])
+    layers = layer_shares(content, content.layers[method])
     parts = []
-    for name, shares in zip(found.groups, found.shares, strict=True):
-        most = int(shares.argmax())
-        share = figures.format_percent(shares[most])
-        parts.append(f"in {name} from {found.names[most]} ({share})")
+    for name, shares in zip(layers.groups, layers.shares, strict=True):
+        largest = int(shares.argmax())
+        share = figures.format_percent(shares[largest])
+        parts.append(f"in {name} from {layers.names[largest]} ({share})")
     sentence = f"On average, most of the score comes {_join(parts)}."
-    if found.others:
-        sentence += f" {found.others} layers with smaller shares are not shown."
+    if layers.others:
+        sentence += f" {layers.others} layers with smaller shares are not shown."
     bars = []
-    for i, layer in enumerate(found.names):
-        shares = figures.round_digits(100 * found.shares[:, i], 3)
+    for i, layer in enumerate(layers.names):
+        shares = figures.round_digits(100 * layers.shares[:, i], 3)
         bars.append({"name": layer, "shares": shares})
     order = [group.name for group in content.groups]
-    groups = [order.index(name) for name in found.groups]
+    groups = [order.index(name) for name in layers.groups]
     return {"summary": sentence, "bars": bars, "groups": groups}
 
 
 def _explain_no_layers(content: Content, method: str) -> str:
-    """Explain why the scores of a method have no layers, and which methods' scores have."""
+    """Explain why a method's scores have no layers, and name the methods whose scores have them."""
     kind = find_method(content, method)
     others = ""
     if content.layers:

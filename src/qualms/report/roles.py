@@ -46,18 +46,18 @@ def explain_no_default(content: Content) -> str:
 
 
 def not_for_use(content: Content) -> list[str]:
-    """Return the methods that are there for comparison with the paper only.
+    """Return the names of the methods that a report has for comparison with the paper only.
 
-    If a report has no others, all of its methods are for use.
+    If a report has no other methods, all of its methods are for use, and the list is empty.
     """
-    found = []
+    unused = []
     for name in content.methods:
         method = find_method(content, name)
         if method is not None and method.name in NOT_FOR_USE:
-            found.append(name)
-    if len(found) == len(content.methods):
+            unused.append(name)
+    if len(unused) == len(content.methods):
         return []
-    return found
+    return unused
 
 
 def _is_default(method: Method | None) -> bool:

@@ -8,7 +8,16 @@ from qualms.errors import QualmsError
 from qualms.methods.registry import parse
 from qualms.report.content import Content
 from qualms.report.numbers import summarize_methods
-from qualms.tasks.paper import ACTIVE, OOD, RAULC, RUNTIME, SWEEPS, VIT, paper_methods, paper_row
+from qualms.tasks.paper_numbers import (
+    ACTIVE,
+    OOD,
+    RAULC,
+    RUNTIME,
+    SWEEPS,
+    VIT,
+    paper_methods,
+    paper_row,
+)
 from qualms.tasks.rows import CalibrationRow, CycleRow, OodRow, Row
 
 Line = Sequence[str]
@@ -67,24 +76,26 @@ def ood_table(rows: Iterable[Row], paper: str = "table1") -> str:
         rows: Rows of other kinds are ignored.
         paper: The table of the paper to compare to, `table1` or `vit`.
     """
-    found = [row for row in rows if row["row"] == "ood"]
+    ood_rows = [row for row in rows if row["row"] == "ood"]
     parts = []
-    for (known, other), of_pair in group_rows(found, lambda row: (row["in"], row["out"])).items():
-        theirs = _paper_pair(f"{known}→{other}", paper)
+    for (known, other), pair_rows in group_rows(
+        ood_rows, lambda row: (row["in"], row["out"])
+    ).items():
+        paper_cells = _paper_pair(f"{known}→{other}", paper)
         lines = []
-        for name, of_method in group_rows(of_pair, lambda row: row["method"]).items():
+        for name, method_rows in group_rows(pair_rows, lambda row: row["method"]).items():
             lines.append(
                 [
                     name,
-                    _auroc(of_method),
-                    _mean_percent(of_method, "aupr_out"),
-                    _mean_percent(of_method, "aupr_in"),
-                    _mean_percent(of_method, "fpr95"),
-                    _paper_number(name, known, theirs),
+                    _auroc(method_rows),
+                    _mean_percent(method_rows, "aupr_out"),
+                    _mean_percent(method_rows, "aupr_in"),
+                    _mean_percent(method_rows, "fpr95"),
+                    _paper_number(name, known, paper_cells),
                 ]
             )
-        one = of_pair[0]
-        title = f"{known} → {other}: {one['n_in']} and {one['n_out']} images, %"
+        first_row = pair_rows[0]
+        title = f"{known} → {other}: {first_row['n_in']} and {first_row['n_out']} images, %"
         head = ["method", "AUROC", "AUPR", "AUPR, in as positive", "FPR95", "paper's AUROC/AUPR"]
         parts.append(f"{title}\n\n{markdown(head, lines)}")
     return "\n\n".join(parts)
@@ -99,26 +110,26 @@ def calibration_table(rows: Iterable[Row]) -> str:
     Args:
         rows: Rows of other kinds are ignored.
     """
-    found = [row for row in rows if row["row"] == "calibration"]
+    calibration_rows = [row for row in rows if row["row"] == "calibration"]
     parts = []
-    for data, of_data in group_rows(found, lambda row: row["in"]).items():
-        theirs = {}
+    for data, data_rows in group_rows(calibration_rows, lambda row: row["in"]).items():
+        paper_cells = {}
         for name, number in RAULC.get(data, {}).items():
-            theirs[name] = f"{number:.3f}"
+            paper_cells[name] = f"{number:.3f}"
         lines = []
-        for name, of_method in group_rows(of_data, lambda row: row["method"]).items():
+        for name, method_rows in group_rows(data_rows, lambda row: row["method"]).items():
             lines.append(
                 [
                     name,
-                    _raulc(of_method),
-                    _mean_percent(of_method, "risk_at_95"),
-                    _mean_percent(of_method, "risk_at_90"),
-                    _mean_percent(of_method, "risk_at_80"),
-                    _paper_number(name, data, theirs),
+                    _raulc(method_rows),
+                    _mean_percent(method_rows, "risk_at_95"),
+                    _mean_percent(method_rows, "risk_at_90"),
+                    _mean_percent(method_rows, "risk_at_80"),
+                    _paper_number(name, data, paper_cells),
                 ]
             )
-        accuracy = _mean_percent(of_data, "accuracy")
-        title = f"{data}: {of_data[0]['n']} images, {accuracy} % right"
+        accuracy = _mean_percent(data_rows, "accuracy")
+        title = f"{data}: {data_rows[0]['n']} images, {accuracy} % right"
         head = ["method", "rAULC", "error at coverage 95 %, %", "90 %", "80 %", "paper's rAULC"]
         parts.append(f"{title}\n\n{markdown(head, lines)}")
     return "\n\n".join(parts)
@@ -133,23 +144,23 @@ def active_table(rows: Iterable[Row]) -> str:
     Args:
         rows: Rows of other kinds are ignored.
     """
-    found = [row for row in rows if row["row"] == "cycle"]
+    cycle_rows = [row for row in rows if row["row"] == "cycle"]
     parts = []
-    for data, of_data in group_rows(found, lambda row: row["data"]).items():
-        theirs = {}
+    for data, data_rows in group_rows(cycle_rows, lambda row: row["data"]).items():
+        paper_cells = {}
         for name, (accuracy, nll) in ACTIVE.get(data, {}).items():
-            theirs[name] = f"{accuracy:.2f}/{nll:.3f}"
+            paper_cells[name] = f"{accuracy:.2f}/{nll:.3f}"
         lines = []
-        for name, of_method in group_rows(of_data, lambda row: row["method"]).items():
-            labeled = [row["labeled"] for row in of_method]
+        for name, method_rows in group_rows(data_rows, lambda row: row["method"]).items():
+            labeled = [row["labeled"] for row in method_rows]
             lines.append(
                 [
                     name,
                     f"{min(labeled)} to {max(labeled)}",
-                    _mean_over_seeds(of_method, lambda row: 100 * row["accuracy"], 2),
-                    _mean_over_seeds(of_method, lambda row: row["nll"], 3),
-                    _mean_over_seeds(of_method, lambda row: row["nll_softmax_twice"], 3),
-                    _paper_number(name, data, theirs),
+                    _mean_over_seeds(method_rows, lambda row: 100 * row["accuracy"], 2),
+                    _mean_over_seeds(method_rows, lambda row: row["nll"], 3),
+                    _mean_over_seeds(method_rows, lambda row: row["nll_softmax_twice"], 3),
+                    _paper_number(name, data, paper_cells),
                 ]
             )
         head = ["method", "labels", "accuracy, %", "NLL", "NLL, softmax twice", "paper's ACC/NLL"]
@@ -163,18 +174,18 @@ def runtime_table(rows: Iterable[Row]) -> str:
     Args:
         rows: Rows of other kinds are ignored.
     """
-    found = [row for row in rows if row["row"] == "runtime"]
-    if not found:
+    runtime_rows = [row for row in rows if row["row"] == "runtime"]
+    if not runtime_rows:
         return ""
-    theirs = {}
+    paper_cells = {}
     for name, seconds in RUNTIME.items():
-        theirs[name] = f"{seconds / RUNTIME['Entropy']:.1f}"
+        paper_cells[name] = f"{seconds / RUNTIME['Entropy']:.1f}"
     lines = []
-    for row in found:
-        paper = _paper_number(row["method"], "cifar10", theirs)
+    for row in runtime_rows:
+        paper = _paper_number(row["method"], "cifar10", paper_cells)
         lines.append([row["method"], f"{row['ratio']:.1f}", f"{row['seconds']:.2f}", paper])
     head = ["method", "time, Entropy = 1", "seconds", "paper's, Entropy = 1 (ResNet-18, CIFAR-10)"]
-    return f"{found[0]['n']} images\n\n{markdown(head, lines)}"
+    return f"{runtime_rows[0]['n']} images\n\n{markdown(head, lines)}"
 
 
 def paper_table(name: str, rows: Sequence[Row]) -> str:
@@ -182,7 +193,7 @@ def paper_table(name: str, rows: Sequence[Row]) -> str:
 
     Args:
         name: The name of the table in that command.
-        rows: Its rows.
+        rows: The rows of the table.
     """
     if name == "table2":
         return calibration_table(rows)
@@ -263,26 +274,26 @@ def _list(title: str, lines: Sequence[str]) -> str:
     return f"{title}:\n\n" + "\n".join(dict.fromkeys(lines))
 
 
-def _paper_number(name: str, dataset: str, theirs: Mapping[str, str]) -> str:
+def _paper_number(name: str, dataset: str, paper_cells: Mapping[str, str]) -> str:
     """Return the paper's number for a method, or an empty string.
 
     Args:
         name: The name of the method in our rows, which may be a spec.
         dataset: The dataset whose settings the paper's method has.
-        theirs: The paper's numbers by the names of its rows.
+        paper_cells: The paper's numbers as text, by the names of the rows in its tables.
     """
-    if name in theirs:
-        return theirs[name]
+    if name in paper_cells:
+        return paper_cells[name]
     try:
         method = parse(name)
     except QualmsError:
         return ""
     row = paper_row(method)
-    if row not in theirs:
+    if row not in paper_cells:
         return ""
     if paper_methods(dataset)[row] != method:
-        return f"{theirs[row]}, other settings"
-    return theirs[row]
+        return f"{paper_cells[row]}, other settings"
+    return paper_cells[row]
 
 
 def _paper_pair(pair: str, table: str) -> dict[str, str]:
@@ -295,10 +306,10 @@ def _paper_pair(pair: str, table: str) -> dict[str, str]:
     numbers: dict[str, Any] = VIT.get(pair, {})
     if table != "vit":
         numbers = {**OOD.get(pair, {}), **SWEEPS.get(pair, {})}
-    found = {}
+    paper_cells = {}
     for name, (area, precision) in numbers.items():
-        found[name] = f"{area:.2f}/{precision:.2f}"
-    return found
+        paper_cells[name] = f"{area:.2f}/{precision:.2f}"
+    return paper_cells
 
 
 def _percent(shares: Iterable[float]) -> str:
@@ -332,8 +343,8 @@ def _mean_over_seeds(
         digits: The number of decimals.
     """
     means = []
-    for of_seed in group_rows(rows, lambda row: row["seed"]).values():
-        means.append(statistics.fmean(number(row) for row in of_seed))
+    for seed_rows in group_rows(rows, lambda row: row["seed"]).values():
+        means.append(statistics.fmean(number(row) for row in seed_rows))
     text = f"{statistics.fmean(means):.{digits}f}"
     if len(means) > 1:
         text += f" ± {statistics.stdev(means):.{digits}f}"

@@ -45,7 +45,7 @@ def write_text_page(
     words: dict[str, int] = {}
     data = {
         "methods": methods,
-        "documents": [_document_data(each, methods, words) for each in shown],
+        "documents": [_document_data(document, methods, words) for document in shown],
         "words": list(words),
     }
     order = []
@@ -73,43 +73,44 @@ class ShownToken:
     Args:
         start: The position of the first character.
         end: The position after the last character.
-        tokens: The numbers of its tokens: one, or several that share their last character.
+        indices: The indices of the document's tokens that are shown as this one: one token, or
+            several that share a character.
     """
 
     start: int
     end: int
-    tokens: tuple[int, ...]
+    indices: tuple[int, ...]
 
 
 def shown_tokens(offsets: Sequence[tuple[int, int]]) -> list[ShownToken]:
-    """Return the tokens that have characters in a text; tokens of one character are joined.
+    """Return the tokens that have characters in a text; tokens that share a character are joined.
 
     Args:
         offsets: The start and the end of each token, in characters.
     """
-    found: list[ShownToken] = []
+    joined: list[ShownToken] = []
     for number, (start, end) in enumerate(offsets):
         if start == end:
             continue
         reached = 0
-        if found:
-            reached = found[-1].end
+        if joined:
+            reached = joined[-1].end
         if end > reached:
-            found.append(ShownToken(max(start, reached), end, (number,)))
+            joined.append(ShownToken(max(start, reached), end, (number,)))
         else:
-            last = found.pop()
-            found.append(ShownToken(last.start, last.end, (*last.tokens, number)))
-    return found
+            last = joined.pop()
+            joined.append(ShownToken(last.start, last.end, (*last.indices, number)))
+    return joined
 
 
 @dataclass(frozen=True)
 class _ShownDocument:
-    """A document as it is shown.
+    """A document as it is shown: its tokens, joined where they share a character.
 
     Args:
         document: The document with the scores of its tokens.
         tokens: The tokens that are shown.
-        scores: By method, the scores of these tokens.
+        scores: By method, the scores of the shown tokens.
         worst: By method, the span of tokens with the highest mean score; None without a score.
     """
 
@@ -120,19 +121,19 @@ class _ShownDocument:
 
     @staticmethod
     def of(document: ScoredDocument) -> "_ShownDocument":
-        """Prepare a document. Of joined tokens, the highest score is shown."""
+        """Join tokens that share a character into one, with their highest score."""
         tokens = shown_tokens(document.offsets)
-        own: list[int] = []
-        firsts = []
+        token_indices: list[int] = []
+        group_starts = []
         for token in tokens:
-            firsts.append(len(own))
-            own += token.tokens
+            group_starts.append(len(token_indices))
+            token_indices += token.indices
         scores = {}
         worst = {}
         for method, values in document.scores.items():
             scores[method] = np.zeros(0)
             if tokens:
-                scores[method] = np.fmax.reduceat(np.array(values)[own], firsts)
+                scores[method] = np.fmax.reduceat(np.array(values)[token_indices], group_starts)
             worst[method] = worst_span_of(document, method)
         return _ShownDocument(document, tokens, scores, worst)
 
@@ -160,8 +161,8 @@ def _require_same_methods(documents: Sequence[ScoredDocument]) -> list[str]:
 def _rank_documents(shown: list[_ShownDocument], method: str) -> list[int]:
     """Return the numbers of the documents, in descending order of their worst spans."""
     keys = []
-    for each in shown:
-        span = each.worst[method]
+    for document in shown:
+        span = document.worst[method]
         key = np.inf
         if span is not None:
             key = -span.score
@@ -177,7 +178,7 @@ def _document_data(
     Args:
         shown: The document.
         methods: The methods in the order of the page.
-        words: Collects the likely tokens of all documents with their numbers.
+        words: The number of each likely token, for all documents; new tokens are added.
     """
     document = shown.document
     positions = _utf16_positions(document.document.text)
@@ -189,8 +190,8 @@ def _document_data(
     for token in shown.tokens:
         starts.append(token.start)
         ends.append(token.end)
-        counts.append(len(token.tokens))
-        last = token.tokens[-1]
+        counts.append(len(token.indices))
+        last = token.indices[-1]
         alternatives.append(document.alternatives[last])
         log_probs.append(document.next_log_probs[last])
     codes, probs = _likely_tokens(alternatives, words)
@@ -219,7 +220,7 @@ def _worst_spans(shown: _ShownDocument, methods: list[str]) -> dict[str, Any]:
     """
     place = {}
     for i, token in enumerate(shown.tokens):
-        place.update(dict.fromkeys(token.tokens, i))
+        place.update(dict.fromkeys(token.indices, i))
     spans: list[dict[str, int] | None] = []
     scores = []
     for method in methods:

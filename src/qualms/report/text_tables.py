@@ -31,35 +31,37 @@ def text_table(rows: Iterable[Row]) -> str:
 
 def _pair_table(rows: Sequence[TextRow]) -> str:
     """Format the rows of a pair of texts: a line per method, a column per length of spans."""
-    one = rows[0]
+    first_row = rows[0]
     spans = list(dict.fromkeys(row["span"] for row in rows))
     head = ["method"]
     for span in spans:
-        head.append(f"{span_name(span, one['window'])}, AUROC / AUPR")
+        head.append(f"{span_name(span, first_row['window'])}, AUROC / AUPR")
     lines = []
-    for name, of_method in group_rows(rows, lambda row: row["method"]).items():
-        by_span = {row["span"]: row for row in of_method}
+    for name, method_rows in group_rows(rows, lambda row: row["method"]).items():
+        by_span = {row["span"]: row for row in method_rows}
         line = [name]
         for span in spans:
             row = by_span[span]
             line.append(f"{auroc_text(row)} / {100 * row['aupr_out']:.1f}")
         lines.append(line)
-    windows = f"{one['n_in']} and {one['n_out']} windows of {one['window']} tokens"
-    title = f"{one['in']} → {one['out']}: {windows}, %"
+    windows = (
+        f"{first_row['n_in']} and {first_row['n_out']} windows of {first_row['window']} tokens"
+    )
+    title = f"{first_row['in']} → {first_row['out']}: {windows}, %"
     return f"{title}\n\n{markdown(head, lines)}"
 
 
 def _error_table(rows: Sequence[NextTokenRow]) -> str:
     """Format how well methods detect wrong next tokens: a line per method."""
-    one = rows[0]
+    first_row = rows[0]
     lines = []
     for row in rows:
         lift = f"{row['raulc']:.3f} [{row['raulc_low']:.3f}, {row['raulc_high']:.3f}]"
         ratio = f"{row['prr']:.3f} [{row['prr_low']:.3f}, {row['prr_high']:.3f}]"
         lines.append([row["method"], auroc_text(row), lift, ratio])
     head = ["method", "AUROC of wrong ones, %", "rAULC", "PRR of p(next token)"]
-    accuracy = f"{100 * one['accuracy']:.1f} % right"
-    title = f"Next tokens of {one['in']}: {one['n']} windows, {accuracy}"
+    accuracy = f"{100 * first_row['accuracy']:.1f} % right"
+    title = f"Next tokens of {first_row['in']}: {first_row['n']} windows, {accuracy}"
     return f"{title}\n\n{markdown(head, lines)}"
 
 

@@ -31,13 +31,13 @@ class BatchScorer:
     cannot be read.
 
     Args:
-        network: How images become inputs.
-        scorer: Of its model.
-        name: What people call the images.
-        classes: Names of their classes, if they have some.
+        network: The network, which turns images into inputs.
+        scorer: The scorer of the network's model.
+        name: The display name of the images.
+        classes: The names of the images' classes, if they have some.
         size: Height and width of all images; None if the network's transform resizes them.
         strict: Whether an image that cannot be read is an error.
-        rejected: A folder in which a file for each batch lists what cannot be read.
+        rejected: A folder in which a file for each batch lists the images that cannot be read.
     """
 
     network: Network
@@ -52,7 +52,7 @@ class BatchScorer:
         """Score one batch of files.
 
         Args:
-            batch: Columns of length n.
+            batch: The columns `id` and `content`, and maybe `reason`, each of length n.
 
         Returns:
             Columns with a row for each image that could be read.
@@ -77,8 +77,8 @@ class BatchScorer:
         """Return the scores of images that are in memory.
 
         Args:
-            images: Of one size.
-            first: The position of the first image, which is its id if images have no names.
+            images: Images of one size.
+            first: The position of the first image; images without names have positions as ids.
         """
         if self.size not in (None, images.size):
             which = images.ids[0] if images.ids else f"number {first}"
@@ -90,7 +90,7 @@ class BatchScorer:
         return ImageScorer(self.network, self.scorer).score(named, first)
 
     def _files(self, batch: Columns) -> list[File]:
-        """Return the files of a batch, which are not decoded yet."""
+        """Turn the rows of a batch into files, which are not decoded yet."""
         if batch["content"].dtype.kind == "S":
             raise QualmsError(
                 "`content` is a numpy array of fixed-length bytes, which drops trailing zeros; "
@@ -105,7 +105,7 @@ class BatchScorer:
         return files
 
     def _empty(self) -> Columns:
-        """Return the columns of a batch of which no image could be read."""
+        """Return the columns of scores without rows, by scoring a gray image for their types."""
         transform = self.network.transform
         size = transform.size if transform is not None else self.size
         assert size is not None
@@ -121,17 +121,15 @@ def rejected_in(folder: Path) -> list[Rejected]:
     Args:
         folder: Where each worker lists them.
     """
-    found: dict[str, str] = {}
+    reasons_by_id: dict[str, str] = {}
     for file in sorted(folder.glob("*.parquet")):
-        ids = column(file, "id").to_pylist()
-        reasons = column(file, "reason").to_pylist()
-        are_texts = all(isinstance(one, str) for one in (*ids, *reasons))
-        if len(ids) != len(reasons) or not are_texts:
+        ids, reasons = (column(file, name).to_pylist() for name in ("id", "reason"))
+        if len(ids) != len(reasons) or not all(isinstance(text, str) for text in (*ids, *reasons)):
             raise QualmsError(
                 f"{file} is not a valid list of rejected images; remove it, and score again."
             )
-        found.update(zip(ids, reasons, strict=True))
-    return [Rejected(name, why) for name, why in sorted(found.items())]
+        reasons_by_id.update(zip(ids, reasons, strict=True))
+    return [Rejected(name, why) for name, why in sorted(reasons_by_id.items())]
 
 
 def _write_list(folder: Path, rejected: tuple[Rejected, ...]) -> None:
@@ -143,27 +141,27 @@ def _write_list(folder: Path, rejected: tuple[Rejected, ...]) -> None:
         folder: Where each worker writes.
         rejected: The images of one batch.
     """
-    names = "\n".join(one.id for one in rejected)
+    names = "\n".join(image.id for image in rejected)
     digest = hashlib.sha256(names.encode()).hexdigest()[:16]
     folder.mkdir(exist_ok=True)
     write_rejections(folder / f"{digest}.parquet", rejected)
 
 
 def _columns(scored: Scored) -> Columns:
-    """Return the table of scores as numpy arrays."""
+    """Convert the table of scores to numpy arrays."""
     return {name: np.array(values) for name, values in scored.columns().items()}
 
 
 def _content(name: str, content: bytes | None, reason: str) -> bytes:
-    """Return the bytes of a file.
+    """Return the bytes of a file, or raise the reason why they could not be read.
 
     Args:
-        name: Of the image.
-        content: The bytes, if there are any.
-        reason: Why there are none; empty if there are.
+        name: The id of the image.
+        content: The bytes; None if they could not be read.
+        reason: Why there are no bytes; empty if there are.
 
     Raises:
-        Unreadable: If there are none.
+        Unreadable: If there are no bytes.
     """
     if reason or content is None:
         raise Unreadable(name, reason or "not the bytes of an image file")
@@ -171,6 +169,6 @@ def _content(name: str, content: bytes | None, reason: str) -> bytes:
 
 
 def _format(size: tuple[int, int] | None) -> str:
-    """Return a height and width as `WIDTH x HEIGHT`."""
+    """Format a height and width as `WIDTH x HEIGHT`."""
     assert size is not None
     return f"{size[1]} x {size[0]}"

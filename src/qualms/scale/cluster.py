@@ -1,7 +1,7 @@
 """Shards written by the workers of a Ray cluster: Ray Data reads, schedules, retries and writes.
 
-Ray records which images are in a file, and a run that was killed skips them when it resumes. The
-files move to their places once all are complete. Rows are in any order.
+Ray records which images are in a file, and a run that was killed skips them. The files move to their
+places once all are complete. Rows are in no particular order.
 """
 
 import logging
@@ -39,16 +39,11 @@ from qualms.stream.source import Source, Split
 if TYPE_CHECKING:
     from ray.data import ReadTask
 
-# The subfolder of Ray's files until all are complete.
-WRITING = ".writing"
-# Where Ray records which images are done.
-NOTED = ".noted"
-# Where workers list the images that cannot be read.
-REJECTED = ".rejected"
-# That Ray needs to read, to skip what is done, and to write.
-RESERVED_CORES = 3
-# The address of a cluster on this machine, for this run alone.
-LOCAL = "local"
+WRITING = ".writing"  # the subfolder of Ray's files until all are complete
+NOTED = ".noted"  # where Ray records which images are done
+REJECTED = ".rejected"  # where workers list the images that cannot be read
+RESERVED_CORES = 3  # cores that Ray needs to read, to skip what is done, and to write
+LOCAL = "local"  # the address of a cluster on this machine, for this run alone
 
 
 def score_on_ray(
@@ -60,18 +55,19 @@ def score_on_ray(
     workers: int | None = None,
     address: str | None = None,
 ) -> Done:
-    """Score all images that are not in a file of the folder yet.
+    """Score all images that the folder has no scores of yet, on a Ray cluster.
 
     Args:
         scorer: Scores a batch; each worker has it.
-        source: All images, in files that every worker can read.
+        source: The source of all images, in files that every worker can read.
         folder: Where the scores go; every worker can write there.
-        about: What decides the scores, beside the images. A folder whose files were made with
-            something else is refused.
-        size: The minimum number of rows in each file but the last.
-        workers: Processes that score; by default one for each core, three fewer on a cluster.
-        address: Of the cluster, as for `ray.init`; by default one is started on this machine, and
-            stopped at the end.
+        about: The settings that decide the scores, beside the images. A folder whose files were
+            made with other settings is refused.
+        size: The least number of rows in a file, except for the last file.
+        workers: The number of processes that score; by default one for each core, three fewer on a
+            cluster.
+        address: The address of the cluster, as for `ray.init`; by default a cluster is started on
+            this machine, and stopped at the end.
     """
     if source.splits is None:
         raise QualmsError(
@@ -107,8 +103,8 @@ def _count_workers(ray: Any, wanted: int | None) -> int:
     """Return how many workers the cluster has cores for, at most `wanted`.
 
     Args:
-        ray: Connected to a cluster.
-        wanted: None for as many as there are cores for.
+        ray: The package ray, connected to a cluster.
+        wanted: The largest number of workers; None for one per free core.
     """
     cores = int(ray.cluster_resources().get("CPU", 1))
     if cores <= RESERVED_CORES:
@@ -120,12 +116,12 @@ def _count_workers(ray: Any, wanted: int | None) -> int:
 
 
 def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
-    """Move Ray's files to their places once all are written, and write the manifest.
+    """Move Ray's files to their places once Ray has written all of them, and write the manifest.
 
     Args:
-        folder: Of the run.
-        about: For the manifest.
-        source: Whose images must all be there.
+        folder: The folder of the run.
+        about: The settings that go into the manifest.
+        source: The source, all of whose images must be scored or rejected.
     """
     for shard in shards_in(folder / WRITING):
         shard.rename(folder / shard.name)
@@ -138,17 +134,17 @@ def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
 
 
 def filter_rejections(rejected: list[Rejected], folder: Path) -> list[Rejected]:
-    """Return the rejected images without those that another attempt could read.
+    """Remove the images that another attempt could read from the list of rejected images.
 
     Args:
         rejected: The images that some attempt could not read.
-        folder: Of the run, whose files hold the scores.
+        folder: The folder of the run, whose files hold the scores.
     """
-    left = {one.id: one for one in rejected}
+    unreadable = {image.id: image for image in rejected}
     for shard in shards_in(folder):
         for name in column(shard, "id").to_pylist():
-            left.pop(name, None)
-    return list(left.values())
+            unreadable.pop(name, None)
+    return list(unreadable.values())
 
 
 def _require_all(scored: int, rejected: int, source: Source) -> None:
@@ -157,7 +153,7 @@ def _require_all(scored: int, rejected: int, source: Source) -> None:
     Args:
         scored: The number of images with scores.
         rejected: The number of images that could not be read.
-        source: All images.
+        source: The source of all images.
     """
     if scored == 0:
         raise QualmsError(
@@ -174,7 +170,7 @@ def require_once(folder: Path) -> None:
     """Raise an error if an image has two rows, which could hide that another has none.
 
     Args:
-        folder: Of the run.
+        folder: The folder of the run.
     """
     tables = []
     for shard in shards_in(folder):
@@ -193,11 +189,11 @@ def require_once(folder: Path) -> None:
 
 @contextmanager
 def cluster(address: str | None, workers: int | None) -> Iterator[Any]:
-    """Yield the package ray, connected to a cluster.
+    """Connect to a Ray cluster, and disconnect at the end; yields the package ray.
 
     Args:
-        address: Of the cluster; None starts one on this machine.
-        workers: That score, for which a started cluster has cores.
+        address: The address of the cluster; None starts a cluster on this machine.
+        workers: The number of workers for which a started cluster has cores.
     """
     # Sends nothing over the network.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -219,9 +215,9 @@ def _start(ray: Any, address: str | None, workers: int | None) -> None:
     """Connect to a cluster, or start one.
 
     Args:
-        ray: The package.
-        address: Of the cluster; None starts one on this machine.
-        workers: That score, for which a started cluster has cores.
+        ray: The package ray.
+        address: The address of the cluster; None starts a cluster on this machine.
+        workers: The number of workers for which a started cluster has cores.
     """
     what = f"reach a cluster at {address}" if address else "start"
 
@@ -232,21 +228,17 @@ def _start(ray: Any, address: str | None, workers: int | None) -> None:
         )
 
     cores = (workers or os.cpu_count() or 1) + RESERVED_CORES
-    own = {} if address else {"num_cpus": cores, "include_dashboard": False}
+    options = {} if address else {"num_cpus": cores, "include_dashboard": False}
     with explain_failure(explain):
-        ray.init(
-            address or LOCAL,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **own,
-        )
+        ray.init(address or LOCAL, log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
 class Worker:
     """A process that scores, with the scorer from Ray's object store.
 
     Args:
-        stored: The scorer's reference, in a list, so that Ray does not resolve it beforehand.
+        stored: A list with the scorer's reference; a bare reference would be resolved by Ray before
+            the call.
     """
 
     def __init__(self, stored: list[Any]) -> None:
@@ -269,12 +261,12 @@ def _run(
     """Read, score and write all images.
 
     Args:
-        ray: Connected to a cluster.
-        scorer: For the workers.
-        splits: Of the source; Ray reads each in a task.
-        folder: Of the run.
-        size: The minimum number of rows in a file.
-        workers: The maximum number of processes that score.
+        ray: The package ray, connected to a cluster.
+        scorer: The scorer that each worker gets.
+        splits: The splits of the source; Ray reads each split in a task.
+        folder: The folder of the run.
+        size: The least number of rows in a file.
+        workers: The largest number of processes that score.
     """
     from ray.data import ActorPoolStrategy, DataContext
     from ray.data.checkpoint import CheckpointConfig
@@ -325,17 +317,17 @@ def _explain_worker_errors(ray: Any) -> Iterator[None]:
 
 
 def _explain_worker_error(error: Exception) -> QualmsError:
-    """Return the `QualmsError` of a worker, which Ray reports as the text of a traceback."""
-    ours = re.findall(r"^qualms\.[\w.]+: (.+)$", str(error), re.MULTILINE)
-    if ours:
-        return QualmsError(ours[-1])
+    """Extract a worker's `QualmsError` from the traceback text in which Ray reports it."""
+    qualms_messages = re.findall(r"^qualms\.[\w.]+: (.+)$", str(error), re.MULTILINE)
+    if qualms_messages:
+        return QualmsError(qualms_messages[-1])
     return QualmsError(
         f"Ray could not finish ({reason(error)}); run the same command again to resume."
     )
 
 
 def _datasource(splits: list[Split]) -> Any:
-    """Return a Ray datasource with a task for each split."""
+    """Build a Ray datasource that reads each split in a task."""
     from ray.data import Datasource, ReadTask
     from ray.data.block import BlockMetadata
 
@@ -365,7 +357,7 @@ def _blocks(split: Split) -> Iterable[Any]:
 
 
 def _row(file: File) -> dict[str, Any]:
-    """Return the columns of `BatchScorer` for one file."""
+    """Read one file into a row with the columns of `BatchScorer`."""
     try:
         return {"id": file.id, "content": file.content(), "reason": ""}
     except Unreadable as error:
@@ -373,9 +365,8 @@ def _row(file: File) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> Any:
-    """Return rows as a pyarrow.Table."""
-    text, binary = arrow().string(), arrow().large_binary()
-    kinds = {"id": text, "content": binary, "reason": text}
+    """Convert rows to a pyarrow.Table."""
+    kinds = {"id": arrow().string(), "content": arrow().large_binary(), "reason": arrow().string()}
     columns = {}
     for name, kind in kinds.items():
         values = [row[name] for row in rows]

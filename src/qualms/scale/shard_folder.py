@@ -28,9 +28,9 @@ class Done:
     """What the shards of a folder hold.
 
     Args:
-        scored: Images with scores.
-        rejected: Images that could not be read.
-        accepted: Images within the threshold; None without one.
+        scored: The number of images with scores.
+        rejected: The number of images that could not be read.
+        accepted: The number of images that the threshold accepts; None without a threshold.
     """
 
     scored: int
@@ -68,8 +68,8 @@ def open_shard_folder(folder: Path, about: dict[str, Any]) -> Iterator[Done | No
 
     Args:
         folder: Where the shards go.
-        about: What decides the scores. A folder whose shards were made with something else is
-            refused.
+        about: The settings that decide the scores. A folder whose shards were made with other
+            settings is refused.
 
     Yields:
         What the folder holds, if an earlier run with the same settings was completed; else None.
@@ -90,10 +90,10 @@ def finish(
     """Write the list of rejected images, and the counts into the manifest.
 
     Args:
-        folder: Of the shards.
-        about: What decides the scores.
-        shards: All of them.
-        rejected: Images that could not be read.
+        folder: The folder of the shards.
+        about: The settings that decide the scores.
+        shards: The paths of all shards.
+        rejected: The images that could not be read.
     """
     shards, rejected = list(shards), list(rejected)
     accepted = None
@@ -118,7 +118,7 @@ def write_rejections(path: Path, rejected: Iterable[Rejected]) -> None:
     rejected = list(rejected)
     columns = {}
     for key in ("id", "reason"):
-        values = [getattr(one, key) for one in rejected]
+        values = [getattr(image, key) for image in rejected]
         columns[key] = arrow().array(values, arrow().string())
     write(path, arrow().table(columns))
 
@@ -138,27 +138,27 @@ def count_rows(shards: Iterable[Path]) -> int:
 
 
 def column(shard: Path, name: str) -> Any:
-    """Return one column of a file as pyarrow's array; its text is valid UTF-8.
+    """Read one column of a .parquet file as pyarrow's array, after checking that it is valid.
 
     Args:
-        shard: The file.
-        name: Of the column.
+        shard: The path of the file.
+        name: The name of the column.
     """
     with explain_parquet_errors(shard):
-        found = parquet().read_table(shard, columns=[name]).column(name)
-        found.validate(full=True)
-        return found
+        values = parquet().read_table(shard, columns=[name]).column(name)
+        values.validate(full=True)  # text must be valid UTF-8, too
+        return values
 
 
 def _count_true(shard: Path, decisions: Any) -> int:
-    """Return how many values of the column `accepted` are true."""
-    found = decisions.to_pylist()
-    if not all(isinstance(one, bool) for one in found):
+    """Count the true values of the column `accepted`, all of which must be true or false."""
+    values = decisions.to_pylist()
+    if not all(isinstance(value, bool) for value in values):
         raise QualmsError(
             f"the column `accepted` of {shard} has values other than true and false; remove the "
             "file, and score again."
         )
-    return sum(found)
+    return sum(values)
 
 
 def write(path: Path, table: Any) -> None:
@@ -168,24 +168,26 @@ def write(path: Path, table: Any) -> None:
 
 
 def arrow() -> Any:
-    """Return the package pyarrow."""
+    """Import pyarrow, or raise an error that says how to install it."""
     return import_extra("pyarrow", "pyarrow", ".parquet files")
 
 
 def parquet() -> Any:
-    """Return the module pyarrow.parquet."""
+    """Import pyarrow.parquet, or raise an error that says how to install it."""
     return import_extra("pyarrow.parquet", "pyarrow", ".parquet files")
 
 
 def _read_manifest(folder: Path, about: dict[str, Any]) -> Done | None:
-    """Return what the folder holds if it is complete. A new folder gets its manifest.
+    """Read the manifest: return what a complete folder holds, None for an incomplete one.
+
+    A new folder gets its manifest, without counts.
 
     Args:
-        folder: Of the shards.
-        about: What decides the scores.
+        folder: The folder of the shards.
+        about: The settings that decide the scores.
 
     Raises:
-        QualmsError: If its shards were made with other settings; the error names them.
+        QualmsError: If the shards were made with other settings; the error names them.
     """
     path, about = folder / MANIFEST, json.loads(json.dumps(about))
     require_shard_folder(folder)
@@ -195,16 +197,16 @@ def _read_manifest(folder: Path, about: dict[str, Any]) -> Done | None:
         _write_json(path, about)
         return None
     try:
-        found = {**json.loads(path.read_text())}
-        done = None if found.get("done") is None else Done(**found.pop("done"))
+        manifest = {**json.loads(path.read_text())}
+        done = None if manifest.get("done") is None else Done(**manifest.pop("done"))
         if done is not None:
             done.require_counts()
     except (OSError, ValueError, TypeError, RecursionError):
         raise QualmsError(f"{path} cannot be read as a manifest; choose another folder.") from None
     differ = []
-    for key in {**found, **about}:
-        if found.get(key) != about.get(key):
-            differ.append(f"{key} {found.get(key)}, not {about.get(key)}")
+    for key in {**manifest, **about}:
+        if manifest.get(key) != about.get(key):
+            differ.append(f"{key} {manifest.get(key)}, not {about.get(key)}")
     if differ:
         raise QualmsError(
             f"{folder} holds shards made with other settings: {'; '.join(differ)}; use those "

@@ -20,12 +20,9 @@ from qualms.scale.shard_folder import Done, arrow, finish, open_shard_folder, pa
 from qualms.stream.sink import report_to, score_stream
 from qualms.stream.source import ImageBatch, Source
 
-# Images in a shard.
-SIZE = 4096
-# In a shard's metadata.
-REJECTED_KEY = b"qualms.rejected"
-# Scores some images, given the position of the first.
-ScoreImages = Callable[[Images, int], Scored]
+SIZE = 4096  # images in a shard
+REJECTED_KEY = b"qualms.rejected"  # the entry of a shard's metadata that lists rejected images
+ScoreImages = Callable[[Images, int], Scored]  # takes images, and the position of the first
 
 
 def score_shards(
@@ -36,14 +33,14 @@ def score_shards(
     size: int = SIZE,
     progress: ProgressFn | None = None,
 ) -> Done:
-    """Score all images that are not in a shard of the folder yet.
+    """Score all images that the folder has no shard of yet, in this process.
 
     Args:
-        score: Scores some images.
-        source: All images.
+        score: Scores some images, given the position of the first.
+        source: The source of all images.
         folder: Where the shards go.
-        about: What decides the scores, beside the images. A folder whose shards were made with
-            something else is refused.
+        about: The settings that decide the scores, beside the images. A folder whose shards were
+            made with other settings is refused.
         size: The number of images in a shard.
         progress: Called with the number of images that are scored.
 
@@ -75,10 +72,10 @@ class _ShardSink:
     """The shards of a folder: collects the scores of a shard's batches, and writes its file.
 
     Args:
-        folder: Of the shards.
+        folder: The folder of the shards.
         size: The number of images in a shard.
-        score_one: Returns the scores of any image. Their columns serve a shard of which no image
-            could be read.
+        score_one: Returns the scores of any single image. A shard of which no image could be read
+            takes its columns from these scores.
     """
 
     def __init__(
@@ -88,18 +85,16 @@ class _ShardSink:
         score_one: Callable[[], Scored],
     ) -> None:
         self.folder, self.size, self.score_one = folder, size, score_one
-        # The number of shards that the folder must hold.
-        self.expected = 0
-        # Of the shard that is being collected.
-        self.number: int | None = None
+        self.expected = 0  # the number of shards that the folder must hold
+        self.number: int | None = None  # the number of the shard that is being collected
         self.tables: list[Any] = []
         self.rejected: list[Rejected] = []
 
     def missing_batches(self, source: Source) -> Generator[ImageBatch]:
-        """Yield the batches of all missing shards; those that exist are not read.
+        """Yield the batches of all shards that the folder lacks; other batches are not read.
 
         Args:
-            source: All images.
+            source: The source of all images.
         """
         number, is_done = 0, False
         while not is_done:
@@ -116,8 +111,8 @@ class _ShardSink:
                         break
                     yield batch
 
-    def has(self, batch: ImageBatch) -> bool:
-        """Return False: the batches exclude the shards that exist."""
+    def restore(self, batch: ImageBatch) -> bool:
+        """Return False: `missing_batches` yields no batch of a shard that the folder has."""
         return False
 
     def write(self, batch: ImageBatch, scored: Scored | None) -> None:
@@ -146,8 +141,8 @@ def _finish(folder: Path, about: dict[str, Any], expected: int) -> Done:
     """Write the manifest, once all shards are there.
 
     Args:
-        folder: Of the shards.
-        about: What decides the scores.
+        folder: The folder of the shards.
+        about: The settings that decide the scores.
         expected: The number of shards.
     """
     shards = [_shard(folder, number) for number in range(expected)]
@@ -162,12 +157,12 @@ def _finish(folder: Path, about: dict[str, Any], expected: int) -> Done:
 
 
 def _rejected_of(shard: Path) -> list[Rejected]:
-    """Return the images of a shard that could not be read."""
+    """Read the list of a shard's images that could not be read, from its metadata."""
     with explain_parquet_errors(shard), parquet().ParquetFile(shard) as file:
         rejected = json.loads(file.schema_arrow.metadata[REJECTED_KEY])
         return [Rejected(str(one["id"]), str(one["reason"])) for one in rejected]
 
 
 def _shard(folder: Path, number: int) -> Path:
-    """Return the file of a shard."""
+    """Return the path of a shard."""
     return folder / f"shard-{number:05d}.parquet"

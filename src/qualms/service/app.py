@@ -215,25 +215,25 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(StarletteHTTPException)
     async def answer_http_error(_: Request, error: StarletteHTTPException) -> Response:
-        """Answer errors that the routes or the router raise."""
+        """Answer an error that a route or the router raises."""
         message = ROUTER_MESSAGES.get(error.status_code, str(error.detail))
         return error_response(error.status_code, message, dict(error.headers or {}))
 
     @app.exception_handler(RequestValidationError)
     async def answer_invalid_query(_: Request, error: RequestValidationError) -> Response:
-        """Answer errors in the query string, which FastAPI parses; routes parse the bodies."""
+        """Answer a mistake in the query string, which FastAPI parses (routes parse the bodies)."""
         first = error.errors()[0]
         return error_response(422, f"{first['loc'][-1]} is invalid: {first['msg']}.")
 
     @app.exception_handler(ValidationError)
     async def answer_invalid_body(_: Request, error: ValidationError) -> Response:
-        """Answer errors in a body."""
+        """Answer a mistake in a body."""
         status, message = describe_validation_error(error)
         return error_response(status, message)
 
     @app.exception_handler(QualmsError)
     async def answer_qualms_error(_: Request, error: QualmsError) -> Response:
-        """Answer errors in images; the message goes to the log, because it may name files."""
+        """Answer images that cannot become inputs; the message may name files: it is only logged."""
         log.warning("a request could not be answered: %s", error)
         return error_response(422, "the images cannot be scored; see the service's log.")
 

@@ -226,6 +226,7 @@ class _BatchQueue:
         return entry
 
     def _count(self, entry: Any) -> None:
+        """Add the images and pixels of an entry's request to those of the batch."""
         request: ScoreRequest | None = entry[-1]
         if request is None:  # LitServe's entry that ends the loop
             return

@@ -188,10 +188,10 @@ class LimitedConnection(HttpToolsProtocol):
         self.transport.close()
 
     def _can_answer(self) -> bool:
-        """Whether the client would take an answer for that to its current request.
+        """Whether an answer now would reach the client as the answer to its current request.
 
-        Otherwise it would take it for the answer to an earlier request, or it has an answer
-        already.
+        Otherwise the client would take it for the answer to an earlier request, or has already
+        received an answer.
         """
         if self.cycle is None:
             return True

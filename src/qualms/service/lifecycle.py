@@ -193,10 +193,12 @@ class Startup:
         return self.last.status == "ready"
 
     def _publish(self, progress: Progress) -> None:
+        """Write the progress to the shared board, for all processes."""
         self._update(progress)
         self.board[BOARD_KEY] = progress
 
     def _update(self, progress: Progress) -> None:
+        """Store the progress in this process."""
         self.last = progress
         if progress.model_info is not None:
             self.model_info = progress.model_info
@@ -257,6 +259,7 @@ def die_with_parent() -> None:
 
 
 def _remember_forking_process() -> None:
+    """Store this process's id before it forks; the child compares it with its parent's."""
     global _forking_process
     _forking_process = os.getpid()
 

@@ -64,7 +64,7 @@ class Metrics:
         Args:
             scope: The ASGI scope; it holds the route if the request has reached one.
             status: The status of the answer. None if the client went away before it.
-            seconds: From the first line of the request to the end of the answer.
+            seconds: The time from the first line of the request to the end of the answer.
         """
         route = getattr(scope.get("route"), "path", NO_LABEL)
         self.requests.labels(route, str(status or NO_LABEL)).inc()

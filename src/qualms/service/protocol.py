@@ -171,7 +171,7 @@ async def _infer(request: Request, handler: RequestHandler) -> InferResponse:
     """Answer one inference request.
 
     Args:
-        request: Its body should be an `InferRequest`.
+        request: A request whose body should be an `InferRequest`.
         handler: Decodes and scores the images.
 
     Raises:
@@ -328,4 +328,5 @@ def _flatten_numbers(data: list[Any], count: int) -> np.ndarray | None:
 
 
 def _are_rows(data: list[Any], length: int) -> bool:
+    """Whether all items are lists of one length."""
     return all(type(row) is list and len(row) == length for row in data)

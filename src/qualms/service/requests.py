@@ -82,7 +82,7 @@ class RequestHandler:
         """Call a function in a thread of its own, so that other requests are answered meanwhile.
 
         Args:
-            request: Its state keeps the running call, because that goes on after a 504.
+            request: The request. Its state holds the running call, which goes on after a 504.
             function: Decodes a body.
             args: Arguments of the function.
 
@@ -108,7 +108,7 @@ class RequestHandler:
         """Score the images of a request, in a batch with those of other requests.
 
         Args:
-            request: Its state keeps the running work, because that goes on after a 504.
+            request: The request. Its state holds the running work, which goes on after a 504.
             images: The images, at least one.
             with_layers: Whether the results hold the share of each layer.
 
@@ -140,7 +140,7 @@ class RequestHandler:
         """Read the images of a request to `/v1/score`.
 
         Args:
-            request: Its body should be a form or JSON.
+            request: A request whose body should be a form or JSON.
 
         Returns:
             The ids of the images, and the images.
@@ -174,7 +174,7 @@ async def _read_form(request: Request, max_files: int) -> list[tuple[str, bytes]
     """Read the files of a form.
 
     Args:
-        request: Its body is a form.
+        request: A request whose body is a form.
         max_files: The most files in a form.
 
     Returns:

@@ -194,8 +194,8 @@ class ScoreResponse:
         failed: Whether the model raised an unexpected error.
         timed_out: Whether the deadline passed first.
 
-    If there are no results, and it has neither failed nor timed out, the network cannot score such
-    images.
+    If there are no results, and the request has neither failed nor timed out, the network cannot
+    score such images.
     """
 
     results: list[dict[str, Any]] | None
@@ -302,8 +302,8 @@ class _RequestBatch:
         """
         first = keys[0][0]
         if first != keys[-1][0]:
-            for _, own in groupby(keys, itemgetter(0)):
-                self.score(list(own))
+            for _, request_keys in groupby(keys, itemgetter(0)):
+                self.score(list(request_keys))
         elif isinstance(error, ModelError):
             log.error("the images of a request could not be scored", exc_info=error.original)
             self.responses[first] = ScoreResponse(None, failed=True)

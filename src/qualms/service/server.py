@@ -51,6 +51,7 @@ class ScoringServer(LitServer):
         self.on_ready: Callable[[], None] = lambda: None
 
     def _init_manager(self, num_api_servers: int) -> Any:
+        """Share the progress of the start through the manager that LitServe creates."""
         manager = super()._init_manager(num_api_servers)
         self.startup.share(manager)
         return manager
@@ -101,6 +102,7 @@ class ScoringServer(LitServer):
         return super()._start_server(port, num_uvicorn_servers, log_level, sockets, *args, **kwargs)
 
     def _start_worker_monitoring(self, manager: Any, uvicorn_workers: dict[Any, Any]) -> None:
+        """Wait for the network before LitServe watches the processes."""
         self.wait_until_ready([*self.inference_workers, *uvicorn_workers.values()])
         self.on_ready()
         super()._start_worker_monitoring(manager, uvicorn_workers)
@@ -138,6 +140,7 @@ class ScoringServer(LitServer):
         uvicorn_workers: dict[Any, Any],
         shutdown_reason: str = "normal",
     ) -> None:
+        """Stop in LitServe's order if the network is ready, else kill all processes."""
         if self.startup.is_ready:
             super()._perform_graceful_shutdown(manager, uvicorn_workers, shutdown_reason)
             return
@@ -272,6 +275,7 @@ def _ignore_ctrl_c_in(server: ScoringServer) -> Callable[[FastAPI], Any]:
 
 
 def _handle_stop_signals(handler: Callable[..., None]) -> None:
+    """Install a handler of SIGINT and SIGTERM."""
     for number in STOP_SIGNALS:
         signal.signal(number, handler)
 

@@ -19,13 +19,13 @@ def make_scorer(
     train: Images | None = None,
     **options: Any,
 ) -> Scorer:
-    """Return a scorer for a network's model.
+    """Build a `Scorer` of a network's model, with noise levels converted to the model's units.
 
     Args:
-        network: whose model and ensemble members are used.
-        methods: by name, with noise for pixels in [0, 1], as papers give it.
+        network: the network whose model and ensemble members are used.
+        methods: the methods by name, with noise for pixels in [0, 1], as papers give it.
         train: images that methods may learn from; used only if one of the methods does.
-        options: engine, tolerance and seed, as for `Scorer`.
+        options: `engine`, `tolerance` and `seed`, as for `Scorer`.
     """
     scaled: dict[str, Method] = {}
     batches = None
@@ -50,26 +50,26 @@ class ImageScorer:
     position, on its batch, or on the command that scores it.
 
     Args:
-        network: how images become inputs.
-        scorer: of the network's model.
+        network: the network, which turns images into inputs.
+        scorer: the scorer of the network's model (see `make_scorer`).
     """
 
     network: Network
     scorer: Scorer
 
     def score(self, images: Images, first: int = 0) -> Scored:
-        """Score one batch.
+        """Score one batch of images.
 
         Args:
-            images: of one size.
-            first: the position of the first image among all; images without names have their
+            images: n images of one size.
+            first: the position of the first image in the stream; images without names have their
                 positions as ids.
 
         Returns:
             The scores with the images' ids, and with the names of the classes if they are known.
 
         Raises:
-            QualmsError: if an image has no finite score; it is named.
+            QualmsError: if an image has no finite score; the error names the image.
         """
         x, numbers = self.network.numbered_inputs(images)
         with _name_image(images, numbers, first):
@@ -81,17 +81,13 @@ class ImageScorer:
 
 
 @contextmanager
-def _name_image(
-    images: Images,
-    numbers: Sequence[int],
-    first: int,
-) -> Iterator[None]:
-    """Name the image without a finite score, which the scorer knows by its number.
+def _name_image(images: Images, numbers: Sequence[int], first: int) -> Iterator[None]:
+    """Convert the scorer's `NotFinite`, which has an image's number, into an error that names it.
 
     Args:
-        images: of the batch.
-        numbers: that the scorer knows them by.
-        first: the position of the first image.
+        images: the images of the batch.
+        numbers: the numbers that were passed to the scorer, one for each image.
+        first: the position of the first image in the stream.
     """
     try:
         yield

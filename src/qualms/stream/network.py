@@ -26,12 +26,12 @@ class Network:
     """A classifier together with what turns images into its inputs.
 
     Args:
-        name: what rows, tables and errors call it.
+        name: the display name, in rows, tables and errors.
         model: the classifier; it returns logits.
-        normalization: of its inputs.
-        transform: how images of any size become its inputs. None keeps the size that they have.
-        members: other trainings of the same network, for `ensemble`.
-        class_names: of its outputs; empty if they are not known.
+        normalization: the mean and standard deviation that the model's inputs are normalized by.
+        transform: resizes and crops images of any size for the model. None keeps their size.
+        members: other trainings of the same network, for the method `ensemble`.
+        class_names: the names of the model's outputs; empty if they are not known.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Network:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What identifies the network in the first row of a run."""
-        found: dict[str, Any] = {
+        """The settings that identify the network, saved in the first row of a run."""
+        identity: dict[str, Any] = {
             "qualms": __version__,
             "network": self.name,
             "weights": fingerprint(self.model),
@@ -52,19 +52,19 @@ class Network:
             "std": list(self.normalization.std),
         }
         if self.transform is not None:
-            found["fit"] = str(self.transform)
+            identity["fit"] = str(self.transform)
         if self.members:
-            found["members"] = [fingerprint(member) for member in self.members]
-        return found
+            identity["members"] = [fingerprint(member) for member in self.members]
+        return identity
 
     def inputs(self, images: Images) -> Float[Tensor, "n c h w"]:
-        """Return the model's input: pixels in its size and channels, normalized, on its device."""
+        """Resize, convert and normalize images into the model's inputs, on its device."""
         return self._normalize(self._transform(images))
 
     def numbered_inputs(self, images: Images) -> tuple[Float[Tensor, "n c h w"], list[int]]:
-        """Return the model's input, and a number for each image that follows from its pixels.
+        """Return the model's inputs, and for each image a number that is a hash of its pixels.
 
-        The numbers decide random draws (see `Scorer`), so an image has the same score in any
+        The numbers seed random draws (see `Scorer`), so an image has the same score in any
         position and in any batch.
 
         Args:
@@ -73,20 +73,22 @@ class Network:
         Returns:
             The inputs, [n, c, h, w], and n numbers.
         """
-        own = self._transform(images)
-        return self._normalize(own), own.numbers()
+        transformed = self._transform(images)
+        return self._normalize(transformed), transformed.numbers()
 
     def _transform(self, images: Images) -> Images:
-        own = images if self.transform is None else self.transform.apply(images)
+        """Resize and crop images for the model, with as many channels as it takes."""
+        transformed = images if self.transform is None else self.transform.apply(images)
         channels = len(self.normalization.mean)
-        return own.convert(channels, own.size)  # files are read in color
+        return transformed.convert(channels, transformed.size)  # files are read in color
 
-    def _normalize(self, own: Images) -> Float[Tensor, "n c h w"]:
+    def _normalize(self, transformed: Images) -> Float[Tensor, "n c h w"]:
+        """Convert images to normalized floats on the model's device."""
         device = next(self.model.parameters()).device
-        return self.normalization.apply(own.pixels).to(device)
+        return self.normalization.apply(transformed.pixels).to(device)
 
     def logits(self, images: Images) -> Float[Tensor, "n classes"]:
-        """Return the model's outputs, in evaluation mode."""
+        """Compute the logits of all images batch by batch, in evaluation mode, on the CPU."""
         parts = []
         with preserve_state(self.model) as model, torch.no_grad():
             for x in InputBatches(self, images):
@@ -94,14 +96,14 @@ class Network:
         return torch.cat(parts)
 
     def describe_preprocessing(self, images: Images) -> tuple[str, ...]:
-        """Describe in sentences what is done to images, both while reading them and here."""
+        """Describe in sentences what reading did to the images, and what the transform does."""
         if self.transform is None:
             return images.notes
-        own = self.transform.describe([images.size] * len(images))
-        return (*images.notes, own) if own else images.notes
+        description = self.transform.describe([images.size] * len(images))
+        return (*images.notes, description) if description else images.notes
 
     def require_input_size(self, images: Images) -> None:
-        """Raise an error that names the size if the model cannot take the first image as it is."""
+        """Raise an error, with the size, if the model cannot take the first image at its size."""
         if self.transform is not None:
             return
         height, width = images.size
@@ -117,10 +119,10 @@ class Network:
             model(x)
 
     def names_of_classes(self, images: Images, count: int) -> tuple[str, ...] | None:
-        """Return `count` class names: the network's, else the images'; None if neither has them.
+        """Return the network's class names, else the images'; None if neither are `count` names.
 
         Args:
-            images: whose class names serve if the network has none.
+            images: images whose class names are used if the network has none.
             count: the number of the model's outputs.
         """
         for names in (self.class_names, images.classes):
@@ -129,14 +131,14 @@ class Network:
         return None
 
     def relabel(self, images: Images) -> Images:
-        """Return images whose labels number the classes as the network does.
+        """Return the images, with labels renumbered to the network's class indices.
 
         Classes are matched by name where both have names, else by number. A folder may hold some
         of the network's classes, or all of them in alphabetical order. Folders of ImageNet's
         classes may be named by WordNet ids.
 
         Args:
-            images: with or without labels; without, they are returned unchanged.
+            images: images with or without labels; without labels, they are returned unchanged.
         """
         if images.labels is None or not images.classes:
             return images
@@ -149,11 +151,11 @@ class Network:
         names = self.class_names
         if names == imagenet_classes() and set(images.classes) <= set(imagenet_ids()):
             names = imagenet_ids()
-        matched = _match_classes(images.classes, names, source, self.name)
-        labels = torch.tensor(matched)[images.labels]
-        return replace(images, labels=labels, classes=self.class_names)
+        indices = torch.tensor(_match_classes(images.classes, names, source, self.name))
+        return replace(images, labels=indices[images.labels], classes=self.class_names)
 
     def _require_class_count(self, images: Images, source: str) -> None:
+        """Raise an error unless the network has as many outputs as the images have classes."""
         classes = self.logits(images.take(slice(0, 1))).shape[1]
         if len(images.classes) != classes:
             raise QualmsError(
@@ -163,24 +165,24 @@ class Network:
             )
 
     def accuracy(self, images: Images) -> float:
-        """Return the share of labeled images that the network classifies correctly."""
+        """Compute the share of labeled images that the network classifies correctly."""
         logits, labels = self.logits(images), images.labels
         if labels is None:
             raise QualmsError(
                 f"{images.name} has no labels, so it is not known which predictions are right."
             )
-        known = DATASETS[images.name].classes if images.name in DATASETS else None
+        dataset_classes = DATASETS[images.name].classes if images.name in DATASETS else None
         highest = int(labels.max()) + 1
         classes = logits.shape[1]
-        if highest > classes or known not in (None, classes):
+        if highest > classes or dataset_classes not in (None, classes):
             raise QualmsError(
                 f"{self.name} outputs {classes} classes, but {images.name} has "
-                f"{known or highest}; choose a network for these images."
+                f"{dataset_classes or highest}; choose a network for these images."
             )
         return accuracy(logits, labels)
 
     def scale_noise(self, method: Method) -> Method:
-        """Convert a method's noise, given for pixels in [0, 1], to the units of the model's input.
+        """Convert a method's noise level from pixels in [0, 1] to the units of the model's input.
 
         Papers give the σ of smoothing and `perturb-x`, the a of `mc-aa` and the ε of `odin` for
         pixels in [0, 1].
@@ -190,11 +192,11 @@ class Network:
 
 @dataclass(frozen=True)
 class InputBatches:
-    """A network's inputs for some images, in batches that are made anew on each iteration.
+    """A network's inputs for some images, in batches that each iteration computes again.
 
     Args:
-        network: which makes them.
-        images: any number of one size.
+        network: the network that turns images into inputs.
+        images: any number of images of one size.
     """
 
     network: Network
@@ -206,28 +208,25 @@ class InputBatches:
 
 
 def _match_classes(
-    found: Sequence[str],
-    names: Sequence[str],
-    source: str,
-    network: str,
+    image_classes: Sequence[str], names: Sequence[str], source: str, network: str
 ) -> list[int]:
-    """Return the network's number for each class of some images, matched by name.
+    """Find the network's class index for each class of some images, by name.
 
     Several classes with one name are matched in order if the images have as many of that name.
 
     Args:
-        found: the images' classes.
-        names: of the network's classes.
-        source: what an error calls the images.
-        network: what an error calls the network.
+        image_classes: the names of the images' classes.
+        names: the names of the network's classes, in the order of its outputs.
+        source: the name of the images in errors.
+        network: the name of the network in errors.
     """
     places: dict[str, list[int]] = {}
     for number, name in enumerate(names):
         places.setdefault(name, []).append(number)
     seen: Counter[str] = Counter()
-    counts = Counter(found)
-    numbers = []
-    for name in found:
+    counts = Counter(image_classes)
+    indices = []
+    for name in image_classes:
         if name not in places:
             raise QualmsError(
                 f"{source} has the class {name!r}, which {network} does not have: its classes are "
@@ -239,6 +238,6 @@ def _match_classes(
                 f"{source} has the class {name!r}, but classes {which} of {network} share that "
                 "name; give them different names with --classes."
             )
-        numbers.append(places[name][seen[name]])
+        indices.append(places[name][seen[name]])
         seen[name] += 1
-    return numbers
+    return indices

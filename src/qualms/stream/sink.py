@@ -1,4 +1,4 @@
-"""Where scores go, and the loop that every long run shares."""
+"""`Sink`, which saves scores, and `score_stream`, the loop of every long run."""
 
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
@@ -16,7 +16,7 @@ class Batch(Protocol):
 
     @property
     def count(self) -> int:
-        """The number of samples, including those that could not be read."""
+        """The number of samples in this batch, including unreadable ones."""
 
     @property
     def is_empty(self) -> bool:
@@ -30,8 +30,8 @@ BatchT_contra = TypeVar("BatchT_contra", bound=Batch, contravariant=True)
 class Sink(Protocol[BatchT_contra]):
     """Takes the scores of a stream, batch by batch: into a table, a journal or shards."""
 
-    def has(self, batch: BatchT_contra) -> bool:
-        """Return whether an earlier run has saved the scores of this batch."""
+    def restore(self, batch: BatchT_contra) -> bool:
+        """Restore this batch's scores from an earlier run; False if it has to be scored."""
 
     def write(self, batch: BatchT_contra, scored: Scored | None) -> None:
         """Save one batch; `scored` is None if none of its samples could be read."""
@@ -43,16 +43,16 @@ def score_stream(
     sink: Sink[BatchT],
     progress: Callable[[int], None],
 ) -> None:
-    """Score the batches of a source into a sink; skip those that the sink has.
+    """Score the batches of a source and write them to a sink, skipping those it can restore.
 
     Args:
-        batches: from a source.
-        score: the scores of one batch.
-        sink: takes each part once it is complete.
-        progress: called with the position after each batch.
+        batches: the batches of a source, in order.
+        score: computes the scores of one batch.
+        sink: saves the scores of each batch as soon as they are computed.
+        progress: called after each batch with the number of samples that are done.
     """
     for batch in batches:
-        if not sink.has(batch):
+        if not sink.restore(batch):
             sink.write(batch, None if batch.is_empty else score(batch))
         progress(batch.first + batch.count)
 
@@ -63,13 +63,14 @@ def report_to(
     total: int | None,
     samples: str = "images",
 ) -> Callable[[int], None]:
-    """Return a function by which `score_stream` reports its position to a callback.
+    """Build the `progress` argument of `score_stream` from a progress callback.
 
     Args:
-        progress: the callback; None reports nothing.
-        name: what people call the source.
-        total: how many samples it has; None if that is not known.
-        samples: what they are called.
+        progress: the callback, called with a text, the samples done and their total; None reports
+            nothing.
+        name: the display name of the source.
+        total: how many samples the source has; None if that is not known.
+        samples: the plural noun for the samples in the text.
     """
 
     def report(done: int) -> None:

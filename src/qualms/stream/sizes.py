@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 # Images that are read, scored and saved together: what a stop loses at most.
 BATCH = 32
-# Of the first batches, which add up to one of the usual size.
+# The sizes of the first batches, which add up to BATCH.
 FIRST_SIZES = (1, 3, 12, 16)
 # Images in a plain forward pass, which keeps nothing for a backward pass.
 FORWARD_BATCH = 256

@@ -25,8 +25,8 @@ from qualms.data.tar import tar_files
 from qualms.errors import QualmsError
 from qualms.stream.sizes import BATCH, SPLIT_FILES, batch_sizes
 
-Sizes = Iterator[int]  # of consecutive batches
-THREADS = 2  # that decode
+Sizes = Iterator[int]  # the sizes of consecutive batches
+THREADS = 2  # threads that decode images
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class ImageBatch:
     """Consecutive images of a source.
 
     Args:
-        count: how many there are, with those that could not be read.
-        images: those that could be read; without ids if their files have no names.
-        rejected: the others, each with the reason.
-        first: the position of the first one in the source.
+        count: the number of images in this batch, including unreadable ones.
+        images: the images that could be read; without ids if their files have no names.
+        rejected: the images that could not be read, each with the reason.
+        first: the position of the batch's first image in the source.
     """
 
     count: int
@@ -62,12 +62,15 @@ class Source:
     """Images in a fixed order.
 
     Args:
-        name: what people call them.
-        classes: names of their classes; empty if they have none.
-        fingerprint: of the names, sizes and times of the files, whose content it does not read.
-        count: how many there are; None if that is known only after reading them.
-        readers: given a position and the sizes of batches, a reader for each batch from there on.
-        splits: all files, in parts for several processes; None if one process must read them.
+        name: the display name of the images.
+        classes: the names of the images' classes; empty if they have none.
+        fingerprint: a hash of the names, sizes and modification times of the files, not of their
+            content.
+        count: the number of images. None if the count is unknown until the files are read.
+        readers: called with a start position and the sizes of batches; returns a reader for each
+            batch from that position on.
+        splits: lists all files, in parts for several processes; None if one process must read
+            all of them.
     """
 
     name: str
@@ -82,18 +85,17 @@ class Source:
 
         Args:
             start: the position of the first image, where a shard begins.
-            shard: images in a shard; no batch reaches from one shard into the next.
+            shard: the number of images in a shard; no batch reaches from one shard into the next.
         """
         first = start
-        sizes = cycle(batch_sizes(shard, BATCH))
-        readers = self.readers(start, sizes)
-        with closing(_read_ahead(readers)) as found:
-            for batch in found:
+        sizes = cycle(batch_sizes(shard, BATCH))  # each shard has the same sizes of batches
+        with closing(_read_ahead(self.readers(start, sizes))) as batches:
+            for batch in batches:
                 yield replace(batch, first=first)
                 first += batch.count
 
     def first(self) -> Images:
-        """Return the first images that can be read; raise an error if there are none."""
+        """Read the first batch with a readable image; raise an error if no image can be read."""
         why = ""
         readers = self.readers(0, repeat(BATCH))
         with closing(_read_ahead(readers)) as batches:
@@ -108,7 +110,7 @@ class Source:
 
 
 def batches_in_memory(images: Images) -> Iterator[ImageBatch]:
-    """Yield images that are already in memory, as the batches of a source."""
+    """Yield images that are in memory already, as the batches of a source."""
     first = 0
     for size in batch_sizes(len(images)):
         part = images.take(slice(first, first + size))
@@ -122,54 +124,54 @@ def open_source(
     transform: ImageTransform | None,
     strict: bool = False,
 ) -> Source:
-    """Open a folder, a .npz file, .parquet or .tar files, or a dataset as a source of images.
+    """Open a folder, a .npz file, .parquet or .tar files, or a dataset as a `Source`.
 
     Args:
-        data: as for `qualms.data.load`; also a .tar file, or a pattern such as `shards/*.tar`.
+        data: the name of a dataset or the path of images, as for `qualms.data.load`; also a .tar
+            file, or a pattern such as `shards/*.tar`.
         root: the folder with the datasets.
-        transform: how images become a network's inputs; None keeps their size.
+        transform: resizes and crops each image for a network; None keeps its size.
         strict: whether an image that cannot be read is an error.
     """
     files = _find_files(data, root)
     reader = _FileReader(data, transform, strict)
     kinds = {file.suffix.lower() for file in files}
     if kinds == {".parquet"}:
-        return _of_parquet(files, reader)
+        return _parquet_source(files, reader)
     if kinds == {".tar"}:
-        return _of_tar(files, reader)
+        return _tar_source(files, reader)
     if len(files) > 1:
         raise QualmsError(
             f"{data} matches {files[0].name} and {len(files) - 1} more; a pattern must match only "
             ".parquet or only .tar files."
         )
     if kinds == {".npz"}:
-        return _of_arrays(data, files[0], transform)
+        return _npz_source(data, files[0], transform)
     if files and files[0].is_dir():
-        return _of_folder(list_folder(files[0], "test"), reader)
-    images = load(data, root, transform=transform, strict=strict)
-    return _of_memory(data, images)
+        return _folder_source(list_folder(files[0], "test"), reader)
+    return _memory_source(data, load(data, root, transform=transform, strict=strict))
 
 
 def _find_files(data: str, root: Path | None) -> list[Path]:
-    """Return a file or folder, or a pattern's files; none for a dataset or a missing file."""
+    """Find the file or folder, or the files of a pattern; none for a dataset or a missing file."""
     if dataset_name(data, root) is not None:
         return []
     place = place_of(data, root_of(root))
     if place is not None:
         return [place]
     for pattern in (data, str(root_of(root) / data)):
-        found = sorted(map(Path, glob.glob(pattern)))
-        if found and glob.has_magic(data):
-            return found
+        matches = sorted(map(Path, glob.glob(pattern)))
+        if matches and glob.has_magic(data):
+            return matches
     return []
 
 
 @dataclass(frozen=True)
 class _FileReader:
-    """How the files of a source are read.
+    """Reads the files of a source, with the same settings for all of them.
 
     Args:
-        name: what people call the images.
+        name: the display name of the images.
         transform: applied to each image; None keeps its size.
         strict: whether an image that cannot be read is an error.
     """
@@ -180,9 +182,9 @@ class _FileReader:
 
     def readers(self, files: Iterable[File], sizes: Sizes) -> Iterator[Reader]:
         """Yield a reader for each batch of consecutive files."""
-        rest = iter(files)
-        while some := tuple(islice(rest, next(sizes))):
-            yield partial(self.read, some)
+        remaining = iter(files)
+        while batch := tuple(islice(remaining, next(sizes))):
+            yield partial(self.read, batch)
 
     def read(self, files: tuple[File, ...]) -> ImageBatch:
         """Read one batch of files."""
@@ -192,49 +194,50 @@ class _FileReader:
         return ImageBatch(len(files), images, read.rejected)
 
 
-def _of_parquet(files: list[Path], reader: _FileReader) -> Source:
-    """Return a source of the rows of .parquet files, in order; a split is a row group."""
+def _parquet_source(files: list[Path], reader: _FileReader) -> Source:
+    """Build a Source over the rows of .parquet files, in order; each row group is a split."""
     groups, classes = zip(*map(parquet_outline, files), strict=True)
     rows = list(map(sum, groups))
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
-        return reader.readers(_rows_of(files, rows, start), sizes)
+        return reader.readers(_parquet_rows_from(files, rows, start), sizes)
 
     def splits() -> list[Split]:
-        return list(_splits_of_rows(_absolute(files), groups))
+        return list(_row_group_splits(_absolute(files), groups))
 
-    fingerprint = _fingerprint(files)
-    return Source(reader.name, classes[0], fingerprint, sum(rows), readers, splits)
+    return Source(
+        name=reader.name,
+        classes=classes[0],
+        fingerprint=_fingerprint(files),
+        count=sum(rows),
+        readers=readers,
+        splits=splits,
+    )
 
 
-def _rows_of(
-    paths: list[Path],
-    rows: Sequence[int],
-    start: int,
-) -> Iterator[File]:
+def _parquet_rows_from(paths: list[Path], rows: Sequence[int], start: int) -> Iterator[File]:
     """Yield the images of .parquet files from a position on."""
-    prefixes = _prefixes(paths).items()
-    for (path, prefix), count in zip(prefixes, rows, strict=True):
+    for (path, prefix), count in zip(_id_prefixes(paths).items(), rows, strict=True):
         if start < count:
-            yield from _rows(path, prefix, max(0, start), count)
+            yield from _parquet_rows(path, prefix, max(0, start), count)
         start -= count
 
 
-def _splits_of_rows(paths: list[Path], groups: Iterable[list[int]]) -> Iterator[Split]:
-    prefixes = _prefixes(paths).items()
-    for (path, prefix), counts in zip(prefixes, groups, strict=True):
+def _row_group_splits(paths: list[Path], groups: Iterable[list[int]]) -> Iterator[Split]:
+    """Yield a split for each group of rows of .parquet files; `groups` has their lengths."""
+    for (path, prefix), counts in zip(_id_prefixes(paths).items(), groups, strict=True):
         for end, count in zip(accumulate(counts), counts, strict=True):
-            yield partial(_rows, path, prefix, end - count, end)
+            yield partial(_parquet_rows, path, prefix, end - count, end)
 
 
-def _rows(path: Path, prefix: str, start: int, end: int) -> Iterator[File]:
-    """Yield the images of some rows.
+def _parquet_rows(path: Path, prefix: str, start: int, end: int) -> Iterator[File]:
+    """Yield the images of consecutive rows of one file.
 
     Args:
-        path: a .parquet file.
-        prefix: of the ids.
+        path: the .parquet file.
+        prefix: the start of every image's id.
         start: the first row.
-        end: the row after the last one.
+        end: the row after the last row.
     """
     left = end - start
     for files in parquet_files(path, start, BATCH, prefix):
@@ -245,31 +248,39 @@ def _rows(path: Path, prefix: str, start: int, end: int) -> Iterator[File]:
             left -= 1
 
 
-def _of_tar(files: list[Path], reader: _FileReader) -> Source:
-    """Return a source of the images of .tar files, in order; a split is a file.
+def _tar_source(files: list[Path], reader: _FileReader) -> Source:
+    """Build a Source over the images of .tar files, in order; each file is a split.
 
-    Their number is known only after reading them all.
+    The count is unknown until the files are read.
     """
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
-        # Those before are skipped, not decoded.
-        rest = islice(_members(files), start, None)
-        return reader.readers(rest, sizes)
+        # Images before `start` are skipped, not decoded.
+        remaining = islice(_tar_members(files), start, None)
+        return reader.readers(remaining, sizes)
 
     def splits() -> list[Split]:
-        prefixes = _prefixes(_absolute(files))
+        prefixes = _id_prefixes(_absolute(files))
         return [partial(tar_files, path, prefix) for path, prefix in prefixes.items()]
 
-    return Source(reader.name, (), _fingerprint(files), None, readers, splits)
+    return Source(
+        name=reader.name,
+        classes=(),
+        fingerprint=_fingerprint(files),
+        count=None,
+        readers=readers,
+        splits=splits,
+    )
 
 
-def _members(paths: list[Path]) -> Iterator[File]:
-    for path, prefix in _prefixes(paths).items():
+def _tar_members(paths: list[Path]) -> Iterator[File]:
+    """Yield the images of .tar files, file by file."""
+    for path, prefix in _id_prefixes(paths).items():
         yield from tar_files(path, prefix)
 
 
-def _of_folder(listing: Listing, reader: _FileReader) -> Source:
-    """Return a source of the files of a folder; a split is some of them."""
+def _folder_source(listing: Listing, reader: _FileReader) -> Source:
+    """Build a Source over a folder's files, in splits of SPLIT_FILES."""
     files, folder = listing.files, listing.path
     if not files:
         raise QualmsError(f"{folder} holds no images; check that it is the one you meant.")
@@ -278,19 +289,27 @@ def _of_folder(listing: Listing, reader: _FileReader) -> Source:
         return reader.readers(listing.to_read(start), sizes)
 
     def splits() -> list[Split]:
-        found: list[Split] = []
+        parts: list[Split] = []
         for start in range(0, len(files), SPLIT_FILES):
-            some = _absolute(files[start : start + SPLIT_FILES])
-            part = Listing(folder.absolute(), some, None, (), [])
-            found.append(partial(_some_files, part))
-        return found
+            split_files = _absolute(files[start : start + SPLIT_FILES])
+            listing_of_split = Listing(
+                path=folder.absolute(), files=split_files, labels=None, classes=(), others=[]
+            )
+            parts.append(partial(_files_of_split, listing_of_split))
+        return parts
 
-    fingerprint = _fingerprint(files, folder)
-    return Source(reader.name, listing.classes, fingerprint, len(files), readers, splits)
+    return Source(
+        name=reader.name,
+        classes=listing.classes,
+        fingerprint=_fingerprint(files, folder),
+        count=len(files),
+        readers=readers,
+        splits=splits,
+    )
 
 
-def _some_files(listing: Listing) -> Iterator[File]:
-    """Return some of a folder's files, on a machine that may not have them."""
+def _files_of_split(listing: Listing) -> Iterator[File]:
+    """List the files of one split of a folder, on a machine that may not have the folder."""
     if not listing.path.is_dir():
         raise QualmsError(
             f"{listing.path} does not exist on {platform.node()}; every machine must find the "
@@ -299,35 +318,38 @@ def _some_files(listing: Listing) -> Iterator[File]:
     return listing.to_read()
 
 
-def _of_arrays(
-    data: str,
-    path: Path,
-    transform: ImageTransform | None,
-) -> Source:
-    """Return a source of the test images of a .npz file.
+def _npz_source(data: str, path: Path, transform: ImageTransform | None) -> Source:
+    """Build a Source over the test images of a .npz file.
 
     Args:
-        data: what people call them.
-        path: of the file.
-        transform: applied while reading; None keeps their size.
+        data: the display name of the images.
+        path: the path of the file.
+        transform: applied to the images while reading; None keeps their size.
     """
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
         for pixels in npz_parts(path, "test", start, sizes):
-            images = Images(data, torch.from_numpy(pixels), None)
-            yield partial(_transform, images, transform)
+            yield partial(
+                _transformed_batch, Images(data, torch.from_numpy(pixels), None), transform
+            )
 
-    count = npz_count(path, "test")
-    return Source(data, (), _fingerprint([path]), count, readers)
+    return Source(
+        name=data,
+        classes=(),
+        fingerprint=_fingerprint([path]),
+        count=npz_count(path, "test"),
+        readers=readers,
+    )
 
 
-def _transform(images: Images, transform: ImageTransform | None) -> ImageBatch:
-    own = images if transform is None else transform.apply(images)
-    return ImageBatch(len(images), own)
+def _transformed_batch(images: Images, transform: ImageTransform | None) -> ImageBatch:
+    """Transform images that were read, and return them as a batch."""
+    transformed = images if transform is None else transform.apply(images)
+    return ImageBatch(len(images), transformed)
 
 
-def _of_memory(data: str, images: Images) -> Source:
-    """Return a source of images that are in memory: a dataset, or one image."""
+def _memory_source(data: str, images: Images) -> Source:
+    """Build a Source over images that are in memory: a dataset, or a single image."""
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
         while start < len(images):
@@ -335,12 +357,17 @@ def _of_memory(data: str, images: Images) -> Source:
             start += len(part)
             yield partial(ImageBatch, len(part), part)
 
-    fingerprint = images.fingerprint()
-    return Source(data, images.classes, fingerprint, len(images), readers)
+    return Source(
+        name=data,
+        classes=images.classes,
+        fingerprint=images.fingerprint(),
+        count=len(images),
+        readers=readers,
+    )
 
 
 def _read_ahead(readers: Iterable[Reader]) -> Generator[ImageBatch]:
-    """Yield the batches in order; each is read while the caller works on those before it."""
+    """Yield the batches in order; while the caller works on a batch, threads read the next ones."""
     with ThreadPoolExecutor(THREADS) as pool:
         running: deque[Future[ImageBatch]] = deque()
         for reader in readers:
@@ -351,31 +378,31 @@ def _read_ahead(readers: Iterable[Reader]) -> Generator[ImageBatch]:
             yield running.popleft().result()
 
 
-def _prefixes(paths: list[Path]) -> dict[Path, str]:
-    """Return a prefix for each file that keeps the ids of several files apart."""
+def _id_prefixes(paths: list[Path]) -> dict[Path, str]:
+    """Return an id prefix per file, so that ids from different files do not collide."""
     if len(paths) == 1:
         return {paths[0]: ""}
-    return {path: f"{name} " for path, name in _names(paths).items()}
+    return {path: f"{name} " for path, name in _relative_names(paths).items()}
 
 
 def _absolute(paths: list[Path]) -> list[Path]:
-    """Make paths absolute, for processes with another working directory."""
+    """Return absolute paths, valid in processes with another working directory."""
     return [path.absolute() for path in paths]
 
 
-def _names(files: list[Path], folder: Path | None = None) -> dict[Path, str]:
-    """Return the files' paths relative to a folder, by default to their common one."""
+def _relative_names(files: list[Path], folder: Path | None = None) -> dict[Path, str]:
+    """Return each file's path relative to `folder`, by default to the closest common folder."""
     common = folder or os.path.commonpath([file.parent for file in files])
     return {file: file.relative_to(common).as_posix() for file in files}
 
 
 def _fingerprint(files: list[Path], folder: Path | None = None) -> str:
+    """Hash the names, sizes and modification times of files, without reading their content."""
     digest = hashlib.sha256()
-    for file, name in _names(files, folder).items():
+    for file, name in _relative_names(files, folder).items():
         try:
-            about = file.stat()
-            digest.update(f"{name}\0{about.st_size}\0{about.st_mtime_ns}\n".encode())
-        except OSError:
-            # A link to nowhere, which is an image that cannot be read.
+            status = file.stat()
+            digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        except OSError:  # a dangling symlink, which is an image that cannot be read
             digest.update(f"{name}\0\n".encode())
     return digest.hexdigest()[:16]

@@ -8,7 +8,7 @@ import math
 from qualms.gradients.settings import Smoothing
 from qualms.methods.gradients import ExGrad, REGrad, UNGrad
 from qualms.methods.method import Method
-from qualms.tasks.paper import LAMBDA, SIGMA
+from qualms.tasks.paper_numbers import LAMBDA, SIGMA
 
 LAMBDAS = (0.0, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, math.inf)
 SIGMAS = (0.01, 0.015, 0.02, 0.025, 0.03, 0.05)
@@ -22,8 +22,8 @@ def components(dataset: str, smooth: Smoothing | None = None) -> dict[str, Metho
     These are the rows of tables 4 and 6 of the paper.
 
     Args:
-        dataset: Decides λ.
-        smooth: The smoothing; by default the paper's σ.
+        dataset: The name of the dataset, which decides λ as in the paper.
+        smooth: The smoothing; by default with the paper's σ.
     """
     lam, smooth = LAMBDA.get(dataset, 0.3), smooth or Smoothing(SIGMA)
     rows: dict[str, Method] = {}
@@ -53,14 +53,15 @@ def sigma_sweep(
     """Return REGrad+layers+smooth(σ) for several σ.
 
     Args:
-        dataset: Decides λ. For SVHN it is 0.3, as in table 5 of the paper, which has 0.2 elsewhere.
+        dataset: The name of the dataset, which decides λ as in the paper. For SVHN λ is 0.3, as in
+            the paper's table 5; its other tables have 0.2.
         sigmas: Noise levels, in pixels scaled to [0, 1].
-        smooth: Decides the number of draws.
+        smooth: The smoothing whose number of draws is used; its σ is replaced.
     """
-    how = smooth or Smoothing(SIGMA)
+    base = smooth or Smoothing(SIGMA)
     lam = 0.3 if dataset == "svhn" else LAMBDA.get(dataset, 0.3)
     rows: dict[str, Method] = {}
     for sigma in sigmas:
-        noise = Smoothing(sigma, how.draws, how.antithetic)
+        noise = Smoothing(sigma, base.draws, base.antithetic)
         rows[f"σ = {sigma:g}"] = REGrad(layers=lam, smooth=noise)
     return rows

@@ -28,7 +28,7 @@ from qualms.tasks.rows import CycleKey, CycleRow, PickKey, PickRow
 from qualms.training import Recipe, fit
 
 BLOCK = 10_000  # images to start from, and as many for validation
-START, PICK = range(2)  # purposes of random numbers
+START, PICK = range(2)  # seeds differ by purpose, so that random numbers do not coincide
 RANDOM = "Random"
 # The paper learns all its datasets with one small network.
 NETWORKS = {"mnist": "mnist-cnn", "fashion-mnist": "mnist-cnn", "digits": "digits-cnn"}
@@ -46,7 +46,8 @@ class Plan:
         cycles: How often images are added.
         pool: The number of images to pick from; None for all.
         validation: The number of images that select the best epoch; None for all.
-        diversity: As in `qualms.select`.
+        diversity: The factor of candidates among which diverse images are picked, as in
+            `qualms.select`; None picks the highest scores.
     """
 
     start: int
@@ -63,9 +64,9 @@ class Parts:
     """Positions among the training images.
 
     Args:
-        start: The images to start with.
-        validation: Those that select the best epoch.
-        pool: Those to pick from.
+        start: The positions of the images to start with.
+        validation: The positions of the images that select the best epoch.
+        pool: The positions of the images to pick from.
     """
 
     start: Tensor
@@ -88,17 +89,17 @@ def active(
     """Compare methods by how much the images that they pick improve a network.
 
     Args:
-        build: Makes the network with fresh weights. The seed decides them, and they are the same
-            for all cycles and methods.
+        build: Makes the network with fresh weights. The seed decides the weights, which are the
+            same for all cycles and methods.
         train: Labeled training images, which are split into start, validation images and pool.
         test: The images that the network is judged on.
-        normalization: Of the network's inputs.
-        methods: By the names that rows have; None picks at random. Noise in pixels scaled to
-            [0, 1].
-        plan: How many images, and how often.
-        journal: Keeps the rows; cycles that it has are not run again.
+        normalization: The mean and standard deviation that inputs are normalized by.
+        methods: The methods by the names that rows have, with noise for pixels in [0, 1]; None
+            picks at random.
+        plan: How many images are picked, and how often.
+        journal: Saves the rows; cycles that it has are not run again.
         seed: Decides the start, the weights and the order of training.
-        progress: Is called with how many cycles are done.
+        progress: Called with the number of cycles that are done.
 
     Yields:
         For each method and cycle, a row with accuracy and negative log-likelihood on the test
@@ -127,13 +128,13 @@ def _cycle_rows(
 
     Args:
         trainer: Trains the network.
-        name: The name that rows have.
-        method: Picks the images; None picks at random.
+        name: The name of the method in rows.
+        method: The method that picks the images; None picks at random.
         test: The images that the network is judged on.
-        journal: Keeps the rows.
+        journal: Saves the rows; cycles that it has are not run again.
 
     Yields:
-        The row of the start, and one for each cycle.
+        The row of the start, and a row for each cycle.
     """
     chosen: list[int] = []
     for cycle in range(trainer.plan.cycles + 1):
@@ -211,11 +212,11 @@ class _Trainer:
         """Set up the training; nothing is trained yet.
 
         Args:
-            build: As in `active`.
+            build: Makes the network with fresh weights, as in `active`.
             images: The training images.
-            normalization: Of the network's inputs.
+            normalization: The mean and standard deviation that inputs are normalized by.
             plan: How to train, and how many images to pick.
-            parts: Of the training images.
+            parts: The positions of the start, of the validation images and of the pool.
             seed: Decides the weights and all draws.
         """
         self.build, self.images, self.normalization = build, images, normalization
@@ -224,9 +225,9 @@ class _Trainer:
         self._networks: dict[tuple[int, ...], Network] = {}
 
     def train(self, chosen: list[int]) -> Network:
-        """Return the network after labels for these images of the pool.
+        """Train the network on the start and on these images of the pool.
 
-        The network of the start, which all methods share, and the latest one are kept.
+        The network of the start, which all methods share, and the latest network are cached.
         """
         key = tuple(chosen)
         if key in self._networks:
@@ -246,7 +247,7 @@ class _Trainer:
         return self._networks[key]
 
     def pick(self, chosen: list[int], method: Method | None) -> list[int]:
-        """Return the images of the pool that get a label next, as positions in the training set.
+        """Pick the images of the pool that get a label next; return positions in the training set.
 
         Args:
             chosen: The images picked so far.
@@ -302,8 +303,8 @@ def split(train: Images, plan: Plan, seed: int) -> Parts:
         raise QualmsError(f"{train.name} has no labels; active learning needs them.")
     block = BLOCK if len(train) > 2 * BLOCK else len(train) // 3
     classes = int(train.labels.max()) + 1
-    each, rest = divmod(plan.start, classes)
-    if each < 1 or rest:
+    per_class, remainder = divmod(plan.start, classes)
+    if per_class < 1 or remainder:
         raise QualmsError(
             f"a balanced start with {plan.start} images is impossible for {classes} classes; pass "
             f"a multiple of {classes}."
@@ -311,10 +312,10 @@ def split(train: Images, plan: Plan, seed: int) -> Parts:
     order = torch.randperm(block, generator=generator(seed, START))
     start = []
     for number in range(classes):
-        of_class = order[train.labels[order] == number][:each]
-        if len(of_class) < each:
+        of_class = order[train.labels[order] == number][:per_class]
+        if len(of_class) < per_class:
             raise QualmsError(
-                f"class {number} has fewer than {each} of the first {block} images; start with "
+                f"class {number} has fewer than {per_class} of the first {block} images; start with "
                 "fewer images."
             )
         start.append(of_class)

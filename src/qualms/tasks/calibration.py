@@ -41,13 +41,13 @@ def calibration(
     Args:
         network: The network that is scored.
         images: Labeled images.
-        methods: By the names that rows have; noise in pixels scaled to [0, 1].
-        journal: Keeps the rows; those that it has are not computed again.
-        seed: Of all random draws.
+        methods: The methods by the names that rows have, with noise for pixels in [0, 1].
+        journal: Saves the rows; rows that it has are not computed again.
+        seed: The seed of all random draws.
         engine: How gradient scores are computed.
-        tolerance: As for `Scorer`; None for its default.
+        tolerance: The tolerance of the engine, as for `Scorer`; None for its default.
         train: Training images, for the methods that need some.
-        progress: Is called with how many images are scored.
+        progress: Called with the number of images that are scored.
 
     Yields:
         For each method, a row with rAULC and its 95 % interval, the area under the risk-coverage
@@ -59,7 +59,7 @@ def calibration(
             f"{images.name} has no labels, so it is not known which predictions are right."
         )
     engine, tolerance = choose_engine(network, images, methods, engine, tolerance)
-    found = score_images(
+    scored = score_images(
         network,
         images,
         methods,
@@ -82,10 +82,11 @@ def calibration(
             "n": len(images),
             "images": images.fingerprint(),
         }
-        yield journal.get_or_add(key, partial(_row, key, found.scores[name], found.correct))
+        yield journal.get_or_add(key, partial(_row, key, scored.scores[name], scored.correct))
 
 
 def _row(key: CalibrationKey, uncertainty: np.ndarray, correct: np.ndarray) -> CalibrationRow:
+    """Measure how well one method's scores rank predictions, as a row."""
     return CalibrationRow(**key, **_measures(uncertainty, correct))
 
 
@@ -96,7 +97,7 @@ def _measures(uncertainty: np.ndarray, correct: np.ndarray) -> CalibrationMeasur
         uncertainty: A score for each prediction, [n].
         correct: Whether each prediction is right, [n].
     """
-    found: CalibrationMeasures = {
+    measures: CalibrationMeasures = {
         "accuracy": float(correct.mean()),
         "aurc": aurc(uncertainty, correct),
         "risk_at_80": selective_risk(uncertainty, correct, 0.8),
@@ -106,6 +107,7 @@ def _measures(uncertainty: np.ndarray, correct: np.ndarray) -> CalibrationMeasur
     }
     try:
         low, high = interval(raulc, uncertainty, correct, paired=True)
-        return {**found, "raulc": raulc(uncertainty, correct), "raulc_low": low, "raulc_high": high}
+        area = raulc(uncertainty, correct)
+        return {**measures, "raulc": area, "raulc_low": low, "raulc_high": high}
     except QualmsError as why:
-        return {**found, "why": str(why)}
+        return {**measures, "why": str(why)}

@@ -33,9 +33,9 @@ class ScoredImages:
     """The scores of n images, and what the network predicts for them.
 
     Args:
-        scores: [n], by method.
-        predicted: the most probable class, [n].
-        confidence: its probability, [n].
+        scores: by method, the score of each image, [n].
+        predicted: the most probable class of each image, [n].
+        confidence: the probability of the predicted class, [n].
         labels: the true class, [n]; None if it is not known.
     """
 
@@ -66,16 +66,16 @@ def score_images(
     train: Images | None = None,
     progress: ProgressFn | None = None,
 ) -> ScoredImages:
-    """Return the scores of all images by all methods; compute those that the journal lacks.
+    """Score all images by all methods; only scores that the journal lacks are computed.
 
     Args:
-        network: what scores them.
-        images: in a fixed order.
-        methods: by name.
-        journal: rows of scores, which are not computed again.
-        seed: of all random draws.
-        engine: of the gradient scores.
-        tolerance: as for `Scorer`; None for its default.
+        network: the network whose uncertainty is scored.
+        images: n images, in a fixed order.
+        methods: the methods by name.
+        journal: saves the scores; scores that it has are not computed again.
+        seed: the seed of all random draws.
+        engine: the engine of the gradient scores.
+        tolerance: the tolerance of the engine, as for `Scorer`; None for its default.
         train: images that methods learn from.
         progress: called with the number of images that are scored.
     """
@@ -106,13 +106,14 @@ def score_images(
 
 
 class _ImageRows(ScoreRows[ImageBatch]):
-    """The rows of scores of one dataset."""
+    """The rows of one dataset's scores in a journal, a row for each batch of images."""
 
     def __init__(
         self, journal: Journal, about: Mapping[str, Any], exactly: Mapping[str, str]
     ) -> None:
         super().__init__(journal, about, exactly)
-        self.probs: dict[int, Tensor] = {}  # of the batches that were scored now, by first image
+        # Class probabilities of the batches scored in this run, by the position of the first image.
+        self.probs: dict[int, Tensor] = {}
 
     def key(self, batch: ImageBatch) -> Mapping[str, Any]:
         images = batch.images.fingerprint()
@@ -123,11 +124,11 @@ class _ImageRows(ScoreRows[ImageBatch]):
         return {"scores": {name: values.tolist() for name, values in scored.scores.items()}}
 
     def collect(self, network: Network, images: Images) -> ScoredImages:
-        """Return all scores, once all batches have passed.
+        """Concatenate the scores of all batches, once all are in the journal.
 
         Args:
-            network: predicts the classes of batches that an earlier run has scored.
-            images: that passed.
+            network: the network; it predicts the classes of batches that an earlier run scored.
+            images: all images, as they were passed to `score_images`.
         """
         probs: list[Tensor] = []
         parts: dict[str, list[float]] = {name: [] for name in self.exactly}
@@ -139,13 +140,13 @@ class _ImageRows(ScoreRows[ImageBatch]):
             for name, values in parts.items():
                 values.extend(scores[name])
         confidence, predicted = torch.cat(probs).double().max(1)
-        found = {name: np.array(values) for name, values in parts.items()}
+        arrays = {name: np.array(values) for name, values in parts.items()}
         labels = None if images.labels is None else images.labels.numpy()
-        return ScoredImages(found, predicted.numpy(), confidence.numpy(), labels)
+        return ScoredImages(arrays, predicted.numpy(), confidence.numpy(), labels)
 
 
 def engine_label(engine: Engine | Sketch, tolerance: float | None) -> str:
-    """Return the engine's name in rows, which includes the tolerance."""
+    """Return the engine's name in rows, with the tolerance, as it changes the scores, too."""
     return f"{engine}, tolerance {tolerance:g}" if tolerance else str(engine)
 
 
@@ -159,11 +160,11 @@ def choose_engine(
     """Resolve `auto` on the first image, so that rows can name the engine.
 
     Args:
-        network: what scores the images.
-        images: of which the first decides.
-        methods: by name.
-        engine: that was asked for.
-        tolerance: as for `Scorer`; None for its default.
+        network: the network whose uncertainty is scored.
+        images: the images to score; the engine is chosen for the first image.
+        methods: the methods by name.
+        engine: the requested engine, which may be `auto`.
+        tolerance: the requested tolerance, as for `Scorer`; None for its default.
 
     Returns:
         The engine and the tolerance that scores will have.
@@ -174,7 +175,7 @@ def choose_engine(
 
 
 def accuracy_row(network: Network, images: Images, journal: Journal) -> AccuracyRow:
-    """Return the network's accuracy on labeled images, computed once."""
+    """Return the row with the network's accuracy, from the journal or computed."""
     key: AccuracyKey = {
         "row": "accuracy",
         "data": images.name,
@@ -187,28 +188,31 @@ def accuracy_row(network: Network, images: Images, journal: Journal) -> Accuracy
 def select_usable(
     network: Network, images: Images, methods: Methods, train: Images | None
 ) -> tuple[dict[str, Method], list[LeftOutRow]]:
-    """Try each method, cheaply, on two images.
+    """Try each method on two images, with few draws, and keep the methods that work.
 
     Args:
-        network: what scores them.
-        images: at least two.
-        methods: by name.
+        network: the network whose uncertainty is scored.
+        images: at least two images.
+        methods: the methods by name.
         train: images that methods learn from; None if there are none.
 
     Returns:
         The methods that work, and a row with the reason for each other one.
     """
     x = network.inputs(images.take(slice(0, 2)))
-    few = None if train is None else train.take(slice(0, 2 * FORWARD_BATCH))
+    few_train_images = None if train is None else train.take(slice(0, 2 * FORWARD_BATCH))
 
     def try_method(name: str, method: Method) -> None:
-        make_scorer(network, {name: method.quick()}, few)(x)
+        make_scorer(network, {name: method.quick()}, few_train_images)(x)
 
     return keep_usable(methods, try_method)
 
 
 def parameters(method: Method, train: Images | None) -> str:
-    """Return as text what decides a method's scores besides network, image and seed."""
+    """Describe a method's parameters and its training images: all that decides its scores.
+
+    Network, image and seed are separate keys of a row.
+    """
     if train is not None and TRAINING_DATA in method.needs:
         return f"{method!r} on {train.fingerprint()}"
     return repr(method)

@@ -117,7 +117,7 @@ class Journal(AbstractContextManager["Journal"]):
         return row
 
     def where(self, **key: Any) -> list[Any]:
-        """Return the rows that have these values."""
+        """Return the rows that have these values at these keys."""
         return [row for row in self._rows if all(row.get(k) == v for k, v in key.items())]
 
     def get_or_add(self, key: Mapping[str, Any], measure: Callable[[], Kind]) -> Kind:
@@ -127,8 +127,8 @@ class Journal(AbstractContextManager["Journal"]):
             key: All that decides the row's numbers.
             measure: Returns the whole row.
         """
-        known = self.where(**key)
-        return known[0] if known else self.add(measure())
+        matches = self.where(**key)
+        return matches[0] if matches else self.add(measure())
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows)
@@ -169,10 +169,10 @@ def _describe_difference(kept: dict[str, Any], asked: dict[str, Any]) -> str:
     (energy)`.
     """
     what = next(key for key in {**kept, **asked} if kept.get(key) != asked.get(key))
-    one, other = kept.get(what), asked.get(what)
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return f"another {what} ({one}, not {other})"
-    keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+    old, new = kept.get(what), asked.get(what)
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return f"another {what} ({old}, not {new})"
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return f"other {what} ({', '.join(keys)})"
 
 
@@ -181,7 +181,7 @@ def _parse_rows(content: bytes, path: Path, whole: bool) -> list[Any]:
 
     Args:
         content: The bytes of the file.
-        path: Its path, for errors.
+        path: The path of the file, for errors.
         whole: Whether every row must have all keys of its kind.
     """
     rows: list[Any] = []
@@ -232,18 +232,18 @@ def _type_hints(row_type: Any) -> dict[str, Any]:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Whether a value of JSON has a type, of those that occur in rows."""
+    """Whether a value from JSON has the type of a hint; all kinds of hints in rows are handled."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return value in arguments
     if origin in (Union, UnionType):
-        return any(_has_type(value, one) for one in arguments)
+        return any(_has_type(value, item) for item in arguments)
     if origin is list:
-        return isinstance(value, list) and all(_has_type(one, arguments[0]) for one in value)
+        return isinstance(value, list) and all(_has_type(item, arguments[0]) for item in value)
     if origin is dict:
         if not isinstance(value, dict):
             return False
-        return all(_has_type(one, arguments[1]) for one in value.values())
+        return all(_has_type(item, arguments[1]) for item in value.values())
     if hint is float:
         return type(value) in (int, float) and abs(value) <= sys.float_info.max
     if hint in (None, NoneType):

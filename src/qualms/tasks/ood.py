@@ -43,15 +43,15 @@ def ood(
 
     Args:
         network: The network that is scored.
-        inside: Images of the dataset that it knows.
+        inside: Images of the dataset that the network knows.
         outside: Images of other datasets.
-        methods: By the names that rows have; noise in pixels scaled to [0, 1].
-        journal: Keeps the rows; those that it has are not computed again.
-        seed: Of all random draws.
+        methods: The methods by the names that rows have, with noise for pixels in [0, 1].
+        journal: Saves the rows; rows that it has are not computed again.
+        seed: The seed of all random draws.
         engine: How gradient scores are computed.
-        tolerance: As for `Scorer`; None for its default.
+        tolerance: The tolerance of the engine, as for `Scorer`; None for its default.
         train: Training images, for the methods that need some.
-        progress: Is called with how many images are scored.
+        progress: Called with the number of images that are scored.
 
     Yields:
         For each other dataset and method, a row with AUROC and its 95 % interval, AUPR with either
@@ -61,7 +61,7 @@ def ood(
     scored = []
     others = [resize_like(network, inside, other) for other in outside]
     for images in (inside, *others):
-        found = score_images(
+        scored_images = score_images(
             network,
             images,
             methods,
@@ -72,8 +72,8 @@ def ood(
             train=train,
             progress=progress,
         )
-        scored.append(found.scores)
-    known = scored[0]
+        scored.append(scored_images.scores)
+    inside_scores = scored[0]
     for images, scores in zip(others, scored[1:], strict=True):
         for name, method in methods.items():
             key: OodKey = {
@@ -89,14 +89,15 @@ def ood(
                 "n_out": len(images),
                 "images": f"{inside.fingerprint()} {images.fingerprint()}",
             }
-            yield journal.get_or_add(key, partial(_row, key, known[name], scores[name]))
+            yield journal.get_or_add(key, partial(_row, key, inside_scores[name], scores[name]))
 
 
 def resize_like(network: Network, inside: Images, other: Images) -> Images:
-    """Resize images of another dataset to the size of those that the network knows.
+    """Resize another dataset's images to the size of the images that the network knows.
 
     Args:
-        network: Images that it resizes in each batch are not resized here.
+        network: The network. If its transform has yet to resize `inside`, batch by batch, it will
+            resize the other images, too, and they are returned unchanged.
         inside: Images that the network knows.
         other: The images to resize.
     """
@@ -108,6 +109,7 @@ def resize_like(network: Network, inside: Images, other: Images) -> Images:
 
 
 def _row(key: OodKey, inside: np.ndarray, outside: np.ndarray) -> OodRow:
+    """Measure how well one method's scores tell two datasets apart, as a row."""
     return OodRow(**key, **_measures(inside, outside))
 
 
@@ -116,7 +118,7 @@ def _measures(inside: np.ndarray, outside: np.ndarray) -> OodMeasures:
 
     Args:
         inside: A score for each image of the dataset that the network knows, [n].
-        outside: The same for the other dataset, which is the positive class, [m].
+        outside: A score for each image of the other dataset, the positive class, [m].
     """
     low, high = interval(auroc, inside, outside)
     return {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from qualms.gradients.settings import Engine, Smoothing
 from qualms.tasks.active import Plan
-from qualms.tasks.paper import DRAWS, SIGMA
+from qualms.tasks.paper_numbers import DRAWS, SIGMA
 from qualms.training.recipes import RECIPES, Recipe
 
 SEEDS = (0, 1, 2)  # the paper's three runs
@@ -18,13 +18,13 @@ class Setup:
     """How one in-distribution dataset is evaluated.
 
     Args:
-        network: a name in the zoo. If `weights` in the data folder holds its published file, that
-            is used.
-        recipe: how it is trained otherwise.
+        network: the name of a network in the zoo. Its published weights are used if the folder
+            `weights` among the datasets has them.
+        recipe: how the network is trained if there are no published weights.
         train: the number of training images; None for all.
         images: the number of test images of each dataset; None for all.
-        engine: of the gradient scores.
-        seeds: a network for each; published weights have one.
+        engine: the engine of the gradient scores.
+        seeds: a network is trained for each seed; published weights have one seed.
     """
 
     network: str
@@ -42,8 +42,8 @@ class Learning:
     Args:
         plan: how many images, how often, and how to train.
         smooth: the smoothing of REGrad*.
-        methods: rows of the table; None for all.
-        seeds: a run for each.
+        methods: the names of the methods, as rows of table 3; None for all.
+        seeds: the experiment is run once for each seed.
     """
 
     plan: Plan
@@ -57,13 +57,13 @@ class Preset:
     """How each experiment is run.
 
     Args:
-        name: as the command line has it.
+        name: the name of the preset on the command line.
         cuts: what differs from the paper, in words.
         smooth: the smoothing of REGrad*.
-        draws: of Perturb x, Perturb θ and MC-AA.
-        setups: by dataset, for tables 1, 2, 4 and 5.
-        vit: by dataset, for the table of the vision transformer.
-        active: by dataset, for table 3.
+        draws: the number of random draws of Perturb x, Perturb θ and MC-AA.
+        setups: the setups of tables 1, 2, 4 and 5, by dataset.
+        vit: the setups of the vision transformer's table, by dataset.
+        active: the settings of active learning (table 3), by dataset.
         active_test: the number of test images that active learning is judged on; None for all.
         timed: the number of images that methods are timed on.
     """
@@ -109,12 +109,12 @@ PAPER = Preset(
 
 # Twenty images make one step an epoch: only larger starts can do with fewer epochs, with smaller
 # batches to make up.
-_MANY = replace(RECIPES["active"], epochs=60, validate_every=5)
-_SHORT = replace(RECIPES["active"], epochs=20, batch=32, validate_every=4)
+_LONG_RECIPE = replace(RECIPES["active"], epochs=60, validate_every=5)
+_SHORT_RECIPE = replace(RECIPES["active"], epochs=20, batch=32, validate_every=4)
 # On MNIST, two draws rank as a hundred do (docs/performance.md); on other networks they do not.
-_TWO = Smoothing(SIGMA, draws=2)
-_COLOR = Plan(500, 100, _SHORT, cycles=3, pool=1000, validation=500)
-_FEW = ("Random", "Entropy", "ExGrad", "LA", "REGrad*")
+_TWO_DRAWS = Smoothing(SIGMA, draws=2)
+_COLOR_PLAN = Plan(500, 100, _SHORT_RECIPE, cycles=3, pool=1000, validation=500)
+_FEW_METHODS = ("Random", "Entropy", "ExGrad", "LA", "REGrad*")
 
 
 def _transformer(epochs: int, augment: bool) -> Recipe:
@@ -161,9 +161,11 @@ CPU = Preset(
         "cifar10": Setup("vit-tiny", _transformer(20, augment=True), images=500, seeds=(0,)),
     },
     active={
-        "mnist": Learning(Plan(20, 20, _MANY, pool=2000, validation=500), _TWO, seeds=(0, 1)),
-        "cifar10": Learning(_COLOR, Smoothing(SIGMA), _FEW, seeds=(0,)),
-        "svhn": Learning(_COLOR, Smoothing(SIGMA), _FEW, seeds=(0,)),
+        "mnist": Learning(
+            Plan(20, 20, _LONG_RECIPE, pool=2000, validation=500), _TWO_DRAWS, seeds=(0, 1)
+        ),
+        "cifar10": Learning(_COLOR_PLAN, Smoothing(SIGMA), _FEW_METHODS, seeds=(0,)),
+        "svhn": Learning(_COLOR_PLAN, Smoothing(SIGMA), _FEW_METHODS, seeds=(0,)),
     },
     active_test=2000,
     timed=16,

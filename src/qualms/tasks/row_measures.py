@@ -11,11 +11,12 @@ class OodMeasures(TypedDict):
 
     Attributes:
         auroc: the area under the ROC curve.
-        auroc_low: the lower end of its interval.
-        auroc_high: the upper end.
-        aupr_out: the area under the precision-recall curve, the other dataset as the positive
+        auroc_low: the lower end of AUROC's interval.
+        auroc_high: the upper end of AUROC's interval.
+        aupr_out: the area under the precision-recall curve, with the other dataset as the positive
             class.
-        aupr_in: the same, the known dataset as the positive class.
+        aupr_in: the area under the precision-recall curve, with the known dataset as the positive
+            class.
         fpr95: the false positive rate at a true positive rate of 95 %.
     """
 
@@ -34,12 +35,12 @@ class CalibrationMeasures(TypedDict):
         accuracy: the share of right predictions.
         aurc: the area under the risk-coverage curve.
         risk_at_80: the share of wrong predictions among the most certain 80 %.
-        risk_at_90: the same among 90 %.
-        risk_at_95: the same among 95 %.
+        risk_at_90: the share of wrong predictions among the most certain 90 %.
+        risk_at_95: the share of wrong predictions among the most certain 95 %.
         raulc: the relative area under the lift curve; None where all predictions are right, or all
             wrong.
-        raulc_low: the lower end of its interval.
-        raulc_high: the upper end.
+        raulc_low: the lower end of rAULC's interval.
+        raulc_high: the upper end of rAULC's interval.
         why: the reason, where there is no rAULC.
     """
 
@@ -60,8 +61,8 @@ class CycleMeasures(TypedDict):
     Attributes:
         accuracy: the share of right predictions.
         nll: the mean negative log-likelihood of the labels.
-        nll_softmax_twice: the same with probabilities in place of logits, as the paper's numbers
-            suggest.
+        nll_softmax_twice: the negative log-likelihood with probabilities in place of logits, as the
+            paper's numbers suggest.
     """
 
     accuracy: float
@@ -73,8 +74,8 @@ class TokensMeasures(TypedDict):
     """What a model answers at the tokens of some windows; a list for each window.
 
     Attributes:
-        scores: by method, a number for each token.
-        log_probs: log p of each token, given those before it.
+        scores: by method, a score for each token.
+        log_probs: log p of each token, given the tokens before it.
         right: whether the most likely next token is the one that follows.
     """
 
@@ -89,14 +90,14 @@ class NextTokenMeasures(TypedDict):
     Attributes:
         accuracy: how often the most likely next token is the one that follows.
         auroc: the area under the ROC curve, wrong next tokens as the positive class.
-        auroc_low: the lower end of its interval.
-        auroc_high: the upper end.
+        auroc_low: the lower end of AUROC's interval.
+        auroc_high: the upper end of AUROC's interval.
         raulc: the relative area under the lift curve.
-        raulc_low: the lower end of its interval.
-        raulc_high: the upper end.
+        raulc_low: the lower end of rAULC's interval.
+        raulc_high: the upper end of rAULC's interval.
         prr: the prediction rejection ratio, with p of the token that follows as the quality.
-        prr_low: the lower end of its interval.
-        prr_high: the upper end.
+        prr_low: the lower end of PRR's interval.
+        prr_high: the upper end of PRR's interval.
     """
 
     accuracy: float

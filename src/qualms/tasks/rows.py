@@ -25,14 +25,14 @@ class OodKey(_In):
 
     Attributes:
         out: the other dataset.
-        method: the name that tables give it.
+        method: the method's name in tables.
         exactly: the method with all its parameters.
-        seed: of all random draws.
-        engine: that computed the gradients, with its tolerance.
-        draws: as in `scores`.
+        seed: the seed of all random draws.
+        engine: the engine that computed the gradients, with its tolerance.
+        draws: what random draws depend on, as in `ScoresAbout`.
         n_in: the number of images of the known dataset.
         n_out: the number of images of the other dataset.
-        images: fingerprints of both.
+        images: the fingerprints of both datasets' images.
     """
 
     row: Literal["ood"]
@@ -73,10 +73,10 @@ class ScoresAbout(TypedDict):
 
     Attributes:
         data: the dataset.
-        seed: of all random draws.
-        engine: that computed the gradients, with its tolerance.
-        draws: what random draws follow: "by pixels". In rows without it, they followed an image's
-            position.
+        seed: the seed of all random draws.
+        engine: the engine that computed the gradients, with its tolerance.
+        draws: what random draws depend on, beside the seed: "by pixels". In rows without this key
+            they depended on an image's position.
     """
 
     data: str
@@ -89,8 +89,8 @@ class ScoresKey(ScoresAbout):
     """`scores`: some consecutive images of a dataset.
 
     Attributes:
-        first: the position of the first of them.
-        images: their fingerprint.
+        first: the position of the first of these in the whole data.
+        images: the fingerprint of the images.
     """
 
     row: Literal["scores"]
@@ -102,9 +102,9 @@ class ScoresRow(ScoresKey):
     """The scores of a few images, so that they are not computed again.
 
     Attributes:
-        methods: by name, each with all its parameters.
-        seconds: that the scores took.
-        scores: by the same names, a number for each image.
+        methods: by name, the method with all its parameters.
+        seconds: the seconds that the scores took.
+        scores: by method name, a score for each image.
     """
 
     methods: dict[str, str]
@@ -118,8 +118,9 @@ class AccuracyKey(TypedDict):
     Attributes:
         data: the dataset.
         n: the number of images.
-        images: their fingerprint.
-        network: its name. Rows in a journal lack it, since they are all about one network.
+        images: the fingerprint of the images.
+        network: the network's name. Rows in a journal lack it, since a journal is about one
+            network.
     """
 
     row: Literal["accuracy"]
@@ -146,9 +147,9 @@ class CycleKey(CycleAbout):
     """`cycle`: a network that was trained on the images picked so far.
 
     Attributes:
-        method: that picked them; `start` before the first pick.
+        method: the method that picked the images; `start` before the first pick.
         cycle: how many picks there were.
-        exactly: the method with all its parameters; not at the start.
+        exactly: the method with all its parameters; missing at the start.
     """
 
     row: Literal["cycle"]
@@ -162,7 +163,7 @@ class CycleRow(CycleKey, CycleMeasures):
 
     Attributes:
         labeled: the number of labeled images.
-        seconds: that training and testing took.
+        seconds: the seconds that training and testing took.
     """
 
     labeled: int
@@ -173,7 +174,7 @@ class PickKey(CycleAbout):
     """`pick`: the choice of a method after a cycle.
 
     Attributes:
-        method: the name that tables give it.
+        method: the method's name in tables.
         exactly: the method with all its parameters.
         cycle: how many picks there were before.
     """
@@ -194,13 +195,13 @@ class RuntimeKey(TypedDict):
     """`runtime`: one method, timed.
 
     Attributes:
-        method: the name that tables give it.
+        method: the method's name in tables.
         exactly: the method with all its parameters.
         n: the number of images that are scored in each round.
-        engine: that computes the gradients, with its tolerance.
-        rounds: how often it is timed.
+        engine: the engine that computes the gradients, with its tolerance.
+        rounds: how often the method is timed.
         device: where the network runs.
-        threads: of torch.
+        threads: the number of torch's threads.
     """
 
     row: Literal["runtime"]
@@ -217,8 +218,8 @@ class RuntimeRow(RuntimeKey):
     """What a method costs: medians over the rounds.
 
     Attributes:
-        seconds: for all images.
-        ratio: to Entropy's seconds in the same round.
+        seconds: the seconds for all images.
+        ratio: the seconds divided by Entropy's in the same round.
     """
 
     seconds: float
@@ -230,7 +231,7 @@ class TokensAbout(TypedDict):
 
     Attributes:
         data: the text.
-        seed: of the sketch's tangents.
+        seed: the seed of the sketch's tangents.
         engine: the sketch.
         params: a pattern of the parameters whose gradients count; empty for all.
     """
@@ -245,8 +246,8 @@ class TokensKey(TokensAbout):
     """`tokens`: some consecutive windows of a text.
 
     Attributes:
-        first: the position of the first of them.
-        texts: their fingerprint.
+        first: the position of the first of these in the whole data.
+        texts: the fingerprint of the windows.
     """
 
     row: Literal["tokens"]
@@ -258,8 +259,8 @@ class TokensRow(TokensKey, TokensMeasures):
     """The scores of the tokens of a few windows, so that they are not computed again.
 
     Attributes:
-        methods: by name, each with all its parameters.
-        seconds: that the scores took.
+        methods: by name, the method with all its parameters.
+        seconds: the seconds that the scores took.
     """
 
     methods: dict[str, str]
@@ -270,7 +271,7 @@ class TextAbout(TypedDict):
     """What all rows about texts share.
 
     Attributes:
-        seed: of the sketch's tangents.
+        seed: the seed of the sketch's tangents.
         engine: the sketch.
         params: a pattern of the parameters whose gradients count; empty for all.
         window: the number of tokens in a window.
@@ -287,12 +288,12 @@ class TextKey(_In, TextAbout):
 
     Attributes:
         out: the other text.
-        method: the name that tables give it.
+        method: the method's name in tables.
         exactly: the method with all its parameters.
         span: how many tokens' scores are averaged.
         n_in: the number of windows of the known text.
         n_out: the number of windows of the other text.
-        texts: fingerprints of both.
+        texts: the fingerprints of both texts.
     """
 
     row: Literal["text"]
@@ -313,10 +314,10 @@ class NextTokenKey(_In, TextAbout):
     """`next-token`: one method on the text `in`, of which each next token is known.
 
     Attributes:
-        method: the name that tables give it.
+        method: the method's name in tables.
         exactly: the method with all its parameters.
         n: the number of windows.
-        texts: their fingerprint.
+        texts: the fingerprint of the windows.
     """
 
     row: Literal["next-token"]
@@ -334,8 +335,8 @@ class PartKey(TypedDict):
     """`part`: some consecutive images of a table that is not complete.
 
     Attributes:
-        of: whether these are the `images` or those of the `reference`.
-        first: the position of the first of them.
+        of: `images` for the images to score, `reference` for a threshold's reference images.
+        first: the position of the first of these in the whole data.
     """
 
     row: Literal["part"]
@@ -349,12 +350,12 @@ class PartRow(PartKey):
     Numbers are `{"dtype": "float32", "values": [0.5, "nan"]}`.
 
     Attributes:
-        ids: of the images.
+        ids: the ids of the images.
         classes: how many classes the network outputs.
         prediction: the most probable class of each image.
-        confidence: its probability.
-        scores: by method.
-        errors: standard errors of the scores, by method.
+        confidence: the probability of the predicted class.
+        scores: by method, the scores of the images.
+        errors: by method, the standard errors of the scores.
         sketched: the methods whose scores are estimates.
         notes: remarks of methods on their scores.
     """
@@ -372,7 +373,7 @@ class PartRow(PartKey):
 class LeftOutRow(_MaybeIn):
     """`left out`: why a method, or the dataset `out` beside `in`, is not among the rows.
 
-    It is never in a journal.
+    This row is never in a journal.
     """
 
     row: Literal["left out"]

@@ -44,18 +44,18 @@ def runtime(
     Args:
         network: The network that is scored.
         images: The images to score.
-        methods: By the names that rows have; noise in pixels scaled to [0, 1].
-        journal: Keeps the rows; those that it has are not computed again.
-        seed: Of all random draws.
+        methods: The methods by the names that rows have, with noise for pixels in [0, 1].
+        journal: Saves the rows; rows that it has are not computed again.
+        seed: The seed of all random draws.
         engine: How gradient scores are computed.
-        tolerance: As for `Scorer`; None for its default.
+        tolerance: The tolerance of the engine, as for `Scorer`; None for its default.
         train: Training images, for the methods that need some.
         rounds: How often each method is timed.
-        progress: Is called with how many methods are timed.
+        progress: Called with the number of methods that are timed.
 
     Yields:
-        For each method, a row with the median over rounds of its seconds, and of their ratio to
-        those of Entropy in the same round.
+        For each method, a row with the median over rounds of the method's seconds, and of
+        their ratio to Entropy's seconds in the same round.
     """
     x = list(network.inputs(images).split(BATCH))
 
@@ -72,14 +72,14 @@ def runtime(
         scorer = warm_up(method)
         seconds, ratios = [], []
         for _ in range(rounds):
-            entropy_seconds = _time(unit, x)
+            entropy_seconds = _time(entropy_scorer, x)
             seconds.append(_time(scorer, x))
             ratios.append(seconds[-1] / entropy_seconds)
         return RuntimeRow(
             **key, seconds=statistics.median(seconds), ratio=statistics.median(ratios)
         )
 
-    unit = warm_up(Entropy())
+    entropy_scorer = warm_up(Entropy())
     if progress is not None:
         progress("methods timed", 0, len(methods))
     for done, (name, method) in enumerate(methods.items(), start=1):

@@ -41,7 +41,7 @@ class ScoreRows(ABC, Generic[BatchT]):
 
     @abstractmethod
     def measures(self, batch: BatchT, scored: Scored) -> dict[str, Any]:
-        """Return what a batch's row holds besides its key: `scores` by method, and maybe more."""
+        """Return the other entries of a batch's row: `scores` by method, and maybe more."""
 
     def rows(self, batch: BatchT) -> list[Any]:
         """Return all rows of a batch, in the order in which they were added."""
@@ -51,25 +51,25 @@ class ScoreRows(ABC, Generic[BatchT]):
 
     def scores(self, batch: BatchT) -> dict[str, Any]:
         """Return the scores that a batch has so far, by method."""
-        found: dict[str, Any] = {}
+        scores_by_method: dict[str, Any] = {}
         for row in self.rows(batch):
             for name, scores in row["scores"].items():
                 if row["methods"][name] == self.exactly.get(name):
-                    found[name] = scores
-        return found
+                    scores_by_method[name] = scores
+        return scores_by_method
 
     def missing(self, batch: BatchT) -> tuple[str, ...]:
-        """Return the methods for which a batch has no scores yet."""
-        known = self.scores(batch)
-        return tuple(name for name in self.exactly if name not in known)
+        """Return the methods by which a batch has no scores yet."""
+        scores = self.scores(batch)
+        return tuple(name for name in self.exactly if name not in scores)
 
-    def has(self, batch: BatchT) -> bool:
-        """Whether a batch has scores by all methods."""
+    def restore(self, batch: BatchT) -> bool:
+        """Return whether the journal has all methods' scores of a batch; start its timer."""
         self._start = time.perf_counter()
         return not self.missing(batch)
 
     def write(self, batch: BatchT, scored: Scored | None) -> None:
-        """Add the row of a batch, with the seconds since `has` was asked about it."""
+        """Add the row of a batch, with the seconds since `restore` was called for it."""
         assert scored is not None
         measures = self.measures(batch, scored)
         row: Any = {
@@ -87,7 +87,7 @@ def keep_usable(
     """Try each method, and leave out those that a model does not support.
 
     Args:
-        methods: by name.
+        methods: the methods by name.
         try_method: computes a few scores by a method, given its name; a `QualmsError` means that
             the method cannot be used.
 

@@ -20,9 +20,9 @@ from qualms.tasks.token_scores import ScoredWindows, score_windows
 from qualms.tasks.windows import Windows
 
 SPANS = (1, 8, 32)  # tokens whose scores are averaged; whole windows too
-RESAMPLES = 200  # of rAULC and PRR, which rank all tokens anew each time
+RESAMPLES = 200  # bootstrap resamples of rAULC and PRR, which rank all tokens in each resample
 SURPRISE = "surprise"  # -log p of the token just read, without any method
-PERPLEXITY = "perplexity"  # the mean of that over the window up to the token
+PERPLEXITY = "perplexity"  # the mean surprise over the window up to the token
 
 
 def text(
@@ -41,16 +41,16 @@ def text(
 
     The score at a token is computed after reading it, and is about what comes next; the token that
     does come next is not used. A span's score is the mean of its tokens' scores. Two baselines are
-    always among the methods, which use only the tokens read so far: `surprise`, -log p of the token
-    just read, and `perplexity`, the mean of that over the window up to there.
+    always added, which use only the tokens read so far: `surprise`, -log p of the token just read,
+    and `perplexity`, the mean surprise over the window up to the token.
 
     Args:
         model: a language model.
-        inside: text that it knows.
+        inside: the text that the model knows, in windows.
         outside: other texts, in windows of the same length.
-        methods: by the names that rows have.
-        journal: keeps the rows; those that it has are not computed again.
-        seed: of the sketch's tangents.
+        methods: the methods by the names that rows have.
+        journal: saves the rows; rows that it has are not computed again.
+        seed: the seed of the sketch's tangents.
         engine: the sketch of gradient scores.
         params: a pattern of the parameters whose gradients count; empty for all.
         progress: called with the number of windows that are scored.
@@ -101,12 +101,12 @@ def _text_rows(
 
     Args:
         inside: the text that the model knows.
-        known: its scores.
+        known: the scores of `inside`.
         outside: the other text.
-        other: its scores.
-        about: what all rows share.
+        other: the scores of `outside`.
+        about: the keys that all rows share.
         exactly: all parameters of each method, by name.
-        journal: keeps the rows.
+        journal: saves the rows; rows that it has are not computed again.
     """
     scores_outside = add_baselines(other)
     for name, scores_inside in add_baselines(known).items():
@@ -128,13 +128,13 @@ def _text_rows(
 
 
 def _text_row(key: TextKey, inside: Floats, outside: Floats, span: int) -> TextRow:
-    """Measure one row.
+    """Measure how well one method's scores tell two texts apart, as a row.
 
     Args:
-        key: identifies the row.
-        inside: as for `detection_measures`.
-        outside: as for `detection_measures`.
-        span: as for `detection_measures`.
+        key: the keys that identify the row.
+        inside: scores of the text that the model knows, [windows, length].
+        outside: scores of the other text, [windows, length].
+        span: the number of tokens in a span.
     """
     return TextRow(**key, **detection_measures(inside, outside, span))
 
@@ -150,13 +150,13 @@ def _next_token_rows(
 
     Args:
         inside: the text that the model knows.
-        known: its scores.
-        about: what all rows share.
+        known: the scores of `inside`.
+        about: the keys that all rows share.
         exactly: all parameters of each method, by name.
-        journal: keeps the rows.
+        journal: saves the rows; rows that it has are not computed again.
 
     Yields:
-        A row for each method, or one that says why there is nothing to detect.
+        A row for each method, or a single row that says why there is nothing to detect.
     """
     if known.right.all() or not known.right.any():
         outcome = "correctly" if known.right.all() else "wrongly"
@@ -177,46 +177,46 @@ def _next_token_rows(
 
 
 def _next_token_row(key: NextTokenKey, scores: Floats, known: ScoredWindows) -> NextTokenRow:
-    """Measure one row; the arguments after the key are those of `error_measures`."""
+    """Measure how well one method detects wrong next tokens, as a row (see `error_measures`)."""
     return NextTokenRow(**key, **error_measures(scores, known))
 
 
 def span_lengths(length: int) -> list[int]:
-    """Return the lengths of the spans whose scores are averaged in windows of a length."""
+    """Return the lengths of spans to measure in windows of `length` tokens, in ascending order."""
     return [*(span for span in SPANS if span < length), length]
 
 
 def add_baselines(scored: ScoredWindows) -> dict[str, Floats]:
-    """Return the scores of the methods and of the two baselines, each [windows, length]."""
+    """Add the two baselines to the scores of the methods, each [windows, length]."""
     surprise = -scored.log_probs
     return {**scored.scores, SURPRISE: surprise, PERPLEXITY: running_mean(surprise)}
 
 
 def running_mean(scores: Floats) -> Floats:
-    """Return the mean over a window up to each token, [windows, length]."""
+    """Average the scores of a window up to each token, [windows, length]."""
     return scores.cumsum(1) / np.arange(1, scores.shape[1] + 1)
 
 
 def span_means(scores: Floats, span: int) -> Floats:
-    """Return the means over consecutive spans of each window; drop the rest at its end.
+    """Average scores over consecutive spans of each window; left-over tokens are dropped.
 
     Args:
-        scores: [windows, length].
+        scores: the scores of the tokens, [windows, length].
         span: the number of tokens in a span.
 
     Returns:
         The means, [windows, length // span].
     """
-    whole = scores.shape[1] // span
-    return scores[:, : whole * span].reshape(len(scores), whole, span).mean(2)
+    count = scores.shape[1] // span
+    return scores[:, : count * span].reshape(len(scores), count, span).mean(2)
 
 
 def detection_measures(inside: Floats, outside: Floats, span: int) -> OodMeasures:
-    """Measure how well scores tell two texts apart by spans; intervals are over windows.
+    """Measure how well span means tell two texts apart, with intervals over windows.
 
     Args:
         inside: scores of the text that the model knows, [windows, length].
-        outside: scores of the other text, which is the positive class.
+        outside: scores of the other text, the positive class, [windows, length].
         span: the number of tokens in a span.
     """
     a, b = span_means(inside, span), span_means(outside, span)
@@ -232,11 +232,12 @@ def detection_measures(inside: Floats, outside: Floats, span: int) -> OodMeasure
 
 
 def error_measures(scores: Floats, scored: ScoredWindows) -> NextTokenMeasures:
-    """Measure how well scores detect positions where the most likely next token is wrong.
+    """Measure how well scores detect the positions where the most likely next token is wrong.
 
     Args:
-        scores: [windows, length]; that of the last token of a window is not used.
-        scored: the same windows.
+        scores: the scores of the tokens, [windows, length]. The last token of a window is not used,
+            as its next token is not known.
+        scored: the model's predictions in the same windows.
     """
     u, right = scores[:, :-1], scored.right
     quality = np.exp(scored.log_probs[:, 1:])  # p of the token that does come next
@@ -262,12 +263,12 @@ def error_measures(scores: Floats, scored: ScoredWindows) -> NextTokenMeasures:
 def _interval_over_windows(
     measure: Callable[..., float], scores: Floats, outcome: np.ndarray
 ) -> tuple[float, float]:
-    """Return the 95 % interval of a measure of all tokens, over resampled windows.
+    """Compute the 95 % interval of a measure of all tokens, resampling whole windows.
 
     Args:
-        measure: of two flat arrays.
-        scores: [windows, length].
-        outcome: what scores are compared with, [windows, length].
+        measure: a function of two arrays of shape [tokens].
+        scores: the scores of the tokens, [windows, length].
+        outcome: the values that scores are compared with, [windows, length].
     """
 
     def measure_flat(scores: np.ndarray, outcome: np.ndarray) -> float:

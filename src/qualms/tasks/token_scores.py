@@ -26,18 +26,18 @@ from qualms.tasks.score_rows import Methods, ScoreRows, keep_usable
 from qualms.tasks.windows import WindowBatch, Windows, window_batches
 from qualms.version import __version__
 
-DIGITS = 7  # of a score in a file: what float32 holds
+DIGITS = 7  # significant digits of a score in a file, which float32 holds
 
 
 @dataclass(frozen=True)
 class ScoredWindows:
-    """What a model answers after each judged token of n windows of `length` judged tokens.
+    """The scores of n windows of `length` judged tokens, and what the model predicts there.
 
     Args:
-        scores: by method, [n, length].
-        log_probs: log p of each token, given those before it, [n, length].
-        right: whether the most likely next token is the one that follows, [n, length - 1]; after
-            the last token of a window, none is known to follow.
+        scores: by method, the score of each token, [n, length].
+        log_probs: log p of each token, given the tokens before it, [n, length].
+        right: whether the most likely next token is the token that follows, [n, length - 1]; the
+            token after the last of a window is not known.
     """
 
     scores: dict[str, Float[Floats, "windows length"]]
@@ -60,10 +60,10 @@ def score_windows(
 
     Args:
         model: a language model, which returns logits [b, t, c] for tokens [b, t].
-        windows: the text.
-        methods: by the names that rows have.
-        journal: keeps the rows.
-        seed: of the sketch's tangents.
+        windows: the text, in windows.
+        methods: the methods by the names that rows have.
+        journal: saves the scores; scores that it has are not computed again.
+        seed: the seed of the sketch's tangents.
         engine: the sketch of gradient scores.
         params: a pattern of the parameters whose gradients count; empty for all.
         progress: called with the number of windows that are scored.
@@ -88,7 +88,7 @@ def score_windows(
 
 
 class _TokenRows(ScoreRows[WindowBatch]):
-    """The rows of scores of one text."""
+    """The rows of one text's scores in a journal, a row for each batch of windows."""
 
     def key(self, batch: WindowBatch) -> Mapping[str, Any]:
         texts = batch.windows.fingerprint()
@@ -112,59 +112,59 @@ class _TokenRows(ScoreRows[WindowBatch]):
         }
 
     def collect(self, windows: Windows) -> ScoredWindows:
-        """Return all scores, once all windows have passed."""
+        """Concatenate the scores of all windows, once all are in the journal."""
         scores: dict[str, list[list[float]]] = {name: [] for name in self.exactly}
         log_probs: list[list[float]] = []
         right: list[list[bool]] = []
         for batch in window_batches(windows):
-            known = self.scores(batch)
+            batch_scores = self.scores(batch)
             for name, values in scores.items():
-                values.extend(known[name])
+                values.extend(batch_scores[name])
             row = self.rows(batch)[0]  # these do not depend on the method
             log_probs += row["log_probs"]
             right += row["right"]
-        found = {name: np.array(values) for name, values in scores.items()}
-        return ScoredWindows(found, np.array(log_probs), np.array(right, bool))
+        arrays = {name: np.array(values) for name, values in scores.items()}
+        return ScoredWindows(arrays, np.array(log_probs), np.array(right, bool))
 
 
 def usable_for_tokens(
     model: nn.Module, windows: Windows, methods: Methods
 ) -> tuple[dict[str, Method], list[LeftOutRow]]:
-    """Try each method, cheaply, on a few tokens.
+    """Try each method on four tokens, with few draws, and keep the methods that work.
 
     Args:
         model: a language model.
-        windows: at least one, of four tokens or more.
-        methods: by name.
+        windows: at least one window, of four tokens or more.
+        methods: the methods by name.
 
     Returns:
         The methods that can score this model's tokens, and a row with the reason for each other
-        one.
+        method.
     """
-    few = {"input_ids": windows.ids[:1, :4]}
+    few_tokens = {"input_ids": windows.ids[:1, :4]}
 
     def try_method(name: str, method: Method) -> None:
-        _make_scorer(model, {name: method.quick()}, 0, Sketch(2), "")(few)
+        _make_scorer(model, {name: method.quick()}, 0, Sketch(2), "")(few_tokens)
 
     return keep_usable(methods, try_method)
 
 
 def about(language: LanguageModel) -> dict[str, Any]:
-    """Return what identifies a language model in a run's first row."""
+    """Return the settings that identify a language model in the first row of a run."""
     return {"qualms": __version__, "network": language.name, "weights": fingerprint(language.model)}
 
 
 def _make_scorer(
     model: nn.Module, methods: Methods, seed: int, engine: Sketch, params: str
 ) -> Scorer:
-    """Return a scorer of tokens.
+    """Build a scorer of tokens.
 
     Args:
-        model: as for `score_windows`.
-        methods: by name.
-        seed: of the sketch's tangents.
-        engine: the sketch.
-        params: a pattern; empty for all parameters.
+        model: a language model, which returns logits [b, t, c] for tokens [b, t].
+        methods: the methods by name.
+        seed: the seed of the sketch's tangents.
+        engine: the sketch of gradient scores.
+        params: a pattern of the parameters whose gradients count; empty for all.
     """
     return Scorer(
         model, dict(methods), class_dim=-1, engine=engine, params=params or None, seed=seed
@@ -172,7 +172,7 @@ def _make_scorer(
 
 
 def _round(values: Tensor) -> list[list[float]]:
-    """Round values to `DIGITS` significant digits."""
+    """Convert a tensor [windows, tokens] to numbers with `DIGITS` significant digits."""
     rows: list[list[float]] = []
     for row in values.double().tolist():
         rows.append([float(f"{value:.{DIGITS}g}") for value in row])

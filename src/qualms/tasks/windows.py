@@ -22,10 +22,10 @@ class Windows:
     A window may begin anywhere in its document, so a token's position in it means nothing.
 
     Args:
-        name: of the text.
+        name: the display name of the text.
         ids: the tokens, [n, opening + length].
-        opening: how many tokens open each window and are not judged: those that the tokenizer puts
-            in front of a text, or else the first token of the window.
+        opening: how many tokens open each window and are not judged: the tokens that the tokenizer
+            adds in front of a text, or else the first token of the window.
     """
 
     name: str
@@ -37,21 +37,21 @@ class Windows:
 
     @property
     def length(self) -> int:
-        """The tokens of a window that are judged."""
+        """The number of tokens in a window that are judged."""
         return self.ids.shape[1] - self.opening
 
     def take(self, part: slice) -> "Windows":
-        """Return some of the windows."""
+        """Select consecutive windows."""
         return replace(self, ids=self.ids[part])
 
     def subset(self, count: int | None) -> "Windows":
-        """Return a number of windows, spread evenly over the text; all for None."""
+        """Select `count` windows, spread evenly over the text; None for all."""
         if count is None or count >= len(self):
             return self
         return replace(self, ids=self.ids[torch.linspace(0, len(self) - 1, count).round().long()])
 
     def fingerprint(self) -> str:
-        """Return a short digest of the tokens, and of where they begin."""
+        """Return a short hash of the tokens and of `opening`."""
         digest = hashlib.sha256(self.ids.contiguous().numpy().tobytes())
         digest.update(str(self.opening).encode())
         return digest.hexdigest()[:16]
@@ -62,8 +62,8 @@ class WindowBatch:
     """Consecutive windows that are scored and saved together.
 
     Args:
-        windows: of the batch.
-        first: the position of the first one in the text.
+        windows: the windows of the batch.
+        first: the position of the batch's first window in the text.
     """
 
     windows: Windows
@@ -71,7 +71,7 @@ class WindowBatch:
 
     @property
     def count(self) -> int:
-        """How many windows there are."""
+        """The number of windows in this batch."""
         return len(self.windows)
 
     @property
@@ -92,10 +92,11 @@ def cut_windows(
     """Cut documents into windows; drop the tokens left over at the end of each document.
 
     Args:
-        name: of the text.
-        documents: of the text, each cut from its beginning.
-        language: its tokenizer encodes the documents, and it must be able to read a window.
-        length: the tokens of a window that are judged.
+        name: the display name of the text.
+        documents: the documents of the text; each is cut from its beginning.
+        language: the language model, whose tokenizer encodes the documents and which must be able
+            to read a window.
+        length: the number of tokens in a window that are judged.
     """
     if length < 2:
         raise QualmsError(

@@ -9,14 +9,14 @@ __all__ = ["Document", "ScoredDocument"]
 
 @dataclass(frozen=True)
 class ScoredDocument:
-    """A text in tokens. Scores at a token are about what the model predicts after reading it.
+    """A text in tokens, with scores. A token's scores are about the model's prediction of the next.
 
     Args:
         document: the text.
         ids: the tokens' numbers in the vocabulary.
-        offsets: where each token starts and ends in the text, in characters; (0, 0) for one that
-            is not in the text.
-        scores: a number for each token, by method; higher means more uncertain.
+        offsets: where each token starts and ends in the text, in characters; (0, 0) for a token
+            that is not in the text.
+        scores: by method, a score for each token; higher means more uncertain.
         alternatives: after each token, the likeliest next tokens with their probabilities,
             likeliest first.
         next_log_probs: log p of the token that follows; NaN after the last one.

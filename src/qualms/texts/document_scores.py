@@ -37,17 +37,18 @@ def score_documents(
     batch_size: int = TOKEN_WINDOWS,
     progress: ProgressFn | None = None,
 ) -> Iterator[ScoredDocument]:
-    """Yield each document with the scores of its tokens, in order, as soon as it is done.
+    """Score the tokens of each document; yield the documents in order, each as soon as it is done.
 
     A document that exceeds the context is read in windows: each moves on by half of what it holds,
     so that a token is judged after reading at least half a window, and each token is scored once.
     Such a document has no `sequence`, which is about all of its tokens at once.
 
     Args:
-        language_model: what reads them.
-        documents: the texts.
+        language_model: the model and the tokenizer that read the documents.
+        documents: the texts to score.
         methods: specs or methods, as for `Scorer`.
-        engine: of the gradient scores, as for `Scorer`; a `Sketch` sets the number of tangents.
+        engine: the engine of the gradient scores, as for `Scorer`; a `Sketch` sets the number of
+            tangents.
         seed: decides every random draw.
         context: how many tokens are read at once; by default as many as the model can read, at
             most 1024.
@@ -87,10 +88,11 @@ class _Batch:
     """b windows of at most t tokens, padded at their ends.
 
     Args:
-        numbers: decide random draws; they follow a window's tokens, not its position.
-        inputs: what the model reads, [b, t] each.
+        numbers: a number for each window that seeds its random draws; it is a hash of the
+            window's tokens, so it does not depend on the position in the batch.
+        inputs: the model's keyword arguments, [b, t] each.
         mask: which positions are scored, [b, t].
-        targets: the next token at each of these positions, [b, t].
+        targets: the next token at each scored position, [b, t]; `NO_TARGET` elsewhere.
     """
 
     numbers: list[int]
@@ -104,7 +106,7 @@ def _make_batch(parts: Sequence[tuple[Encoded, Window]], model: Any) -> _Batch:
 
     Args:
         parts: the windows, each with the tokens of its document.
-        model: that reads them.
+        model: the model that reads the windows.
     """
     read = [window.of(text.ids) for text, window in parts]
     shape = len(parts), max(map(len, read))
@@ -131,14 +133,14 @@ def _make_batch(parts: Sequence[tuple[Encoded, Window]], model: Any) -> _Batch:
 
 @dataclass
 class _PartialDocument:
-    """A document whose windows are being scored; fields as in `ScoredDocument`.
+    """A document whose windows are being scored; the lists grow window by window.
 
     Args:
-        text: its tokens.
-        scores: by method, of the tokens so far.
-        alternatives: likely next tokens, with their probabilities.
-        next_log_probs: log p of the token that follows.
-        sequence: of the whole text, if a single window holds it.
+        text: the tokens of the document.
+        scores: by method, the scores of the tokens so far.
+        alternatives: for each token so far, the likely next tokens with their probabilities.
+        next_log_probs: for each token so far, log p of the token that follows.
+        sequence: as in `ScoredDocument`, if a single window holds the whole text.
     """
 
     text: Encoded
@@ -162,10 +164,10 @@ class _PartialDocument:
         """Add the scores of one window.
 
         Args:
-            scored: of a batch.
-            row: of this window in the batch.
-            window: the next one of this document.
-            piece: the text of a token.
+            scored: the result of the scorer for a batch of windows.
+            row: the index of this window in the batch.
+            window: the next window of this document.
+            piece: returns the text that a token adds (see `decoder`).
         """
         places = window.places
         for name, values in scored.scores.items():

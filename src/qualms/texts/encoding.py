@@ -9,8 +9,8 @@ from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
 
-MOST = 1024  # tokens read at once, even if the model could read more: memory grows with them
-LEAST = 4  # tokens in a window
+MAX_CONTEXT = 1024  # tokens read at once, even if the model could read more: memory grows with them
+MIN_CONTEXT = 4  # tokens in a window
 NO_TEXT = (0, 0)  # the offsets of a token that the tokenizer adds
 
 
@@ -36,10 +36,10 @@ class Window:
     """The tokens that a model reads at once.
 
     Args:
-        lead: how many tokens that the tokenizer adds come first.
-        start: the first token of the document after them.
-        scored: the first token that is scored; those before it are context.
-        end: the token after the last one.
+        lead: how many tokens at the front of the window were added by the tokenizer.
+        start: the position in the document of the first token after these.
+        scored: the position of the first token that is scored; the tokens before are context.
+        end: the position after the last token.
     """
 
     lead: int
@@ -48,7 +48,7 @@ class Window:
     end: int
 
     def of(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tokens in this window, given all tokens of the document."""
+        """Select the tokens in this window from all tokens of the document."""
         return tokens[: self.lead] + tokens[self.start : self.end]
 
     @property
@@ -59,15 +59,15 @@ class Window:
 
 
 def encode(language_model: LanguageModel, document: Document) -> Encoded:
-    """Encode a document as the model reads it.
+    """Split a document into tokens with the model's tokenizer.
 
     Raises:
-        QualmsError: if the tokenizer finds nothing in it, or belongs to another model.
+        QualmsError: if the document has no tokens, or if the tokenizer belongs to another model.
     """
     # Without verbose=False the tokenizer warns of long texts, which are read in windows.
-    found = language_model.tokenizer(document.text, return_offsets_mapping=True, verbose=False)
-    ids = tuple(found["input_ids"])
-    offsets = tuple((start, end) for start, end in found["offset_mapping"])
+    encoding = language_model.tokenizer(document.text, return_offsets_mapping=True, verbose=False)
+    ids = tuple(encoding["input_ids"])
+    offsets = tuple((start, end) for start, end in encoding["offset_mapping"])
     lead = 0
     while lead < len(offsets) and offsets[lead] == NO_TEXT:
         lead += 1
@@ -76,41 +76,43 @@ def encode(language_model: LanguageModel, document: Document) -> Encoded:
             f"the tokenizer of {language_model.name} finds no tokens in {document.name}; leave it "
             "out."
         )
-    known = language_model.model.get_input_embeddings().num_embeddings
-    if max(ids) >= known:
+    vocabulary_size = language_model.model.get_input_embeddings().num_embeddings
+    if max(ids) >= vocabulary_size:
         raise QualmsError(
             f"{document.name} has token {max(ids)}, but {language_model.name} has tokens 0 to "
-            f"{known - 1}; use the model's own tokenizer."
+            f"{vocabulary_size - 1}; use the model's own tokenizer."
         )
     return Encoded(document, ids, offsets, lead)
 
 
 def reading_width(language_model: LanguageModel, context: int | None = None) -> int:
-    """Return how many tokens are read at once.
+    """Return how many tokens are read at once, after checking that the model can read them.
 
     Args:
-        language_model: may limit its context.
+        language_model: the model, whose context may be limited.
         context: the number asked for; None takes as many as the model can read, at most 1024.
     """
-    most = language_model.context
+    model_limit = language_model.context
     if context is None:
-        return min(most or MOST, MOST)
-    if context < LEAST or context > (most or context):
-        limit = " up" if most is None else f" to {most}, which {language_model.name} can read"
-        raise QualmsError(f"the context is {context} tokens; choose from {LEAST}{limit}.")
+        return min(model_limit or MAX_CONTEXT, MAX_CONTEXT)
+    if context < MIN_CONTEXT or context > (model_limit or context):
+        limit = " on"
+        if model_limit is not None:
+            limit = f" to {model_limit}, which {language_model.name} can read"
+        raise QualmsError(f"the context is {context} tokens; choose from {MIN_CONTEXT}{limit}.")
     return context
 
 
 def windows(tokens: int, lead: int, context: int) -> Iterator[Window]:
-    """Yield windows in which each token is scored once.
+    """Yield windows over a document such that each token is scored once.
 
     All tokens of the first window are scored. Each further window moves on by half of what it
     holds, and its first half is context, so that a token is judged after reading at least half a
     window. The tokens that the tokenizer adds stand in front of every window.
 
     Args:
-        tokens: of the document.
-        lead: how many of them the tokenizer added in front.
+        tokens: the number of tokens of the document.
+        lead: how many of these tokens the tokenizer added in front.
         context: the most tokens in a window.
     """
     yield Window(0, 0, 0, min(context, tokens))
@@ -122,7 +124,10 @@ def windows(tokens: int, lead: int, context: int) -> Iterator[Window]:
 
 
 def decoder(tokenizer: Any) -> Callable[[int], str]:
-    """Return a function from a token to the text that it adds, with the space before it."""
+    """Return a function that decodes one token, with the space in front of it.
+
+    Tokenizers drop that space at the start of a text, so the token is decoded after an "a".
+    """
     anchor = tokenizer("a", add_special_tokens=False)["input_ids"]
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     before = len(decode(anchor))

@@ -20,12 +20,12 @@ def generate(
     seed: int = 0,
     progress: ProgressFn | None = None,
 ) -> Iterator[Document]:
-    """Yield each document with what the model writes after it, under the same name.
+    """Let the model continue each document; yield the longer documents under the same names.
 
     Args:
-        language_model: what writes.
-        documents: the beginnings. If one leaves no room in the model's context, its last tokens
-            are read.
+        language_model: the model and the tokenizer that write.
+        documents: the beginnings. If a document leaves no room in the model's context, only its
+            last tokens are read.
         new_tokens: the most tokens to write; the model may end the text earlier.
         sample: draw each token by its probability, instead of taking the likeliest one.
         seed: decides the draws.
@@ -35,8 +35,8 @@ def generate(
     if not 0 < new_tokens <= width - 2:
         raise QualmsError(f"cannot write {new_tokens} new tokens; choose from 1 to {width - 2}.")
     for number, document in enumerate(documents, start=1):
-        more = _continue(language_model, document, new_tokens, sample, seed)
-        yield Document(document.name, document.text + more)
+        continuation = _continue(language_model, document, new_tokens, sample, seed)
+        yield Document(document.name, document.text + continuation)
         if progress is not None:
             progress("documents written on", number, len(documents))
 
@@ -48,10 +48,10 @@ def _continue(
     sample: bool,
     seed: int,
 ) -> str:
-    """Return what the model writes after a document.
+    """Return the text that the model writes after a document.
 
     Args:
-        language_model: what writes.
+        language_model: the model and the tokenizer that write.
         document: the beginning.
         new_tokens: the most tokens to write.
         sample: whether tokens are drawn.
@@ -60,28 +60,26 @@ def _continue(
     tokenizer = language_model.tokenizer
     text = encode(language_model, document)
     room = reading_width(language_model) - new_tokens - text.lead
-    read = [*text.ids[: text.lead], *_own_tokens(text)[-max(room, 1) :]]
+    read = [*text.ids[: text.lead], *_tokens_of_text(text)[-max(room, 1) :]]
     written = _write(language_model, read, new_tokens, sample, seed)
 
     def decode(tokens: list[int]) -> str:
-        found: str = tokenizer.decode(
-            tokens,
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
+        text: str = tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return found
+        return text
 
-    more = decode(written)[len(decode(read)) :]
-    return more.rstrip("\ufffd")  # the last character may have been cut within its bytes
+    continuation = decode(written)[len(decode(read)) :]
+    return continuation.rstrip("\ufffd")  # the last character may have been cut within its bytes
 
 
-def _own_tokens(text: Encoded) -> list[int]:
-    """Return the tokens of a text, without those that the tokenizer adds, such as its end."""
-    own = []
+def _tokens_of_text(text: Encoded) -> list[int]:
+    """Return a text's tokens, without those that the tokenizer adds, such as end-of-text."""
+    tokens = []
     for token, place in zip(text.ids, text.offsets, strict=True):
         if place != NO_TEXT:
-            own.append(token)
-    return own
+            tokens.append(token)
+    return tokens
 
 
 def _write(
@@ -91,11 +89,11 @@ def _write(
     sample: bool,
     seed: int,
 ) -> list[int]:
-    """Return all tokens, once the model has continued some.
+    """Continue a sequence of tokens; return all tokens, the given and the new ones.
 
     Args:
-        language_model: what writes.
-        read: the tokens so far.
+        language_model: the model that writes.
+        read: the tokens to continue.
         new_tokens: the most tokens to write.
         sample: whether tokens are drawn.
         seed: decides the draws.
@@ -115,6 +113,6 @@ def _write(
     mask = torch.ones_like(ids)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        found = model.generate(ids, attention_mask=mask, generation_config=settings)
-    tokens: list[int] = found[0].tolist()
+        sequences = model.generate(ids, attention_mask=mask, generation_config=settings)
+    tokens: list[int] = sequences[0].tolist()
     return tokens

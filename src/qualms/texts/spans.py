@@ -26,13 +26,13 @@ class Span:
 
 
 def worst_span(scores: Sequence[float] | np.ndarray, length: int = LENGTH) -> Span | None:
-    """Return the `length` neighboring tokens with the highest mean score; the first of equals.
+    """Find the `length` neighboring tokens with the highest mean score; the first if several tie.
 
-    Every token of a span has a score. Where no `length` neighbors have one, as in a short text, a
-    span is as long as the longest run of tokens that do.
+    Every token of a span has a score. If no `length` neighbors all have scores, as in a short text,
+    the span is as long as the longest run of tokens with scores.
 
     Args:
-        scores: of the tokens; NaN where there is none.
+        scores: the score of each token, [n]; NaN for a token without a score.
         length: the most tokens in a span.
 
     Returns:
@@ -47,16 +47,12 @@ def worst_span(scores: Sequence[float] | np.ndarray, length: int = LENGTH) -> Sp
     return Span(start, start + length, float(means[start]))
 
 
-def worst_span_of(
-    document: ScoredDocument,
-    method: str,
-    length: int = LENGTH,
-) -> Span | None:
-    """Return the worst span of a text, ignoring the tokens that the tokenizer adds.
+def worst_span_of(document: ScoredDocument, method: str, length: int = LENGTH) -> Span | None:
+    """Find the worst span of a text, ignoring the tokens that the tokenizer adds.
 
     Args:
-        document: with scores.
-        method: by which it was scored.
+        document: the text with scores.
+        method: the method whose scores are averaged.
         length: the most tokens in a span.
     """
     values = np.array(document.scores[method], dtype=np.float64)
@@ -66,6 +62,7 @@ def worst_span_of(
     return worst_span(values, length)
 
 
-def _longest_run(there: np.ndarray) -> int:
-    ends = np.flatnonzero(~np.concatenate([[False], there, [False]]))
-    return int(np.diff(ends).max()) - 1
+def _longest_run(has_score: np.ndarray) -> int:
+    """Return the length of the longest run of True in an array [n]."""
+    gaps = np.flatnonzero(~np.concatenate([[False], has_score, [False]]))
+    return int(np.diff(gaps).max()) - 1

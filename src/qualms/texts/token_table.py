@@ -7,7 +7,7 @@ from typing import Any
 
 from qualms.texts.document import ScoredDocument
 
-KINDS = {  # of columns; all others are float64
+KINDS = {  # the types of columns; all others are float64
     "position": "int64",
     "start": "int64",
     "end": "int64",
@@ -20,12 +20,12 @@ KINDS = {  # of columns; all others are float64
 
 @dataclass(frozen=True)
 class TokenTable:
-    """A row for each token of some documents.
+    """Scored documents as columns, with a row for each token.
 
     Args:
-        documents: with scores.
-        written_from: from which character on a model has written each document, by name; None if
-            no model has.
+        documents: the documents with scores.
+        written_from: by document name, the position of the first character that a model has
+            generated; None if no text was generated.
     """
 
     documents: Sequence[ScoredDocument]
@@ -36,13 +36,13 @@ class TokenTable:
         `score_METHOD` for each method, `log_prob_next`, `likeliest_next` and `likeliest_prob`.
         """
         table: dict[str, list[Any]] = {}
-        for one in self.documents:
-            for name, values in self._columns_of(one).items():
+        for document in self.documents:
+            for name, values in self._document_columns(document).items():
                 table.setdefault(name, []).extend(values)
         return table
 
     def to_arrow(self) -> Any:
-        """Return `columns()` as a pyarrow.Table."""
+        """Convert `columns()` to a pyarrow.Table."""
         import pyarrow
 
         arrays = {}
@@ -51,22 +51,23 @@ class TokenTable:
             arrays[name] = pyarrow.array(values, kind)
         return pyarrow.table(arrays)
 
-    def _columns_of(self, one: ScoredDocument) -> dict[str, list[Any]]:
-        name = one.document.name
-        starts = [start for start, _ in one.offsets]
-        likeliest = [tokens[0] for tokens in one.alternatives]
+    def _document_columns(self, document: ScoredDocument) -> dict[str, list[Any]]:
+        """Return the columns of one document."""
+        name = document.document.name
+        starts = [start for start, _ in document.offsets]
+        likeliest = [tokens[0] for tokens in document.alternatives]
         table: dict[str, list[Any]] = {
-            "document": [name] * len(one.ids),
-            "position": list(range(len(one.ids))),
-            "token": one.tokens,
+            "document": [name] * len(document.ids),
+            "position": list(range(len(document.ids))),
+            "token": document.tokens,
             "start": starts,
-            "end": [end for _, end in one.offsets],
+            "end": [end for _, end in document.offsets],
         }
         if self.written_from is not None:
             table["generated"] = [start >= self.written_from[name] for start in starts]
-        for method, values in one.scores.items():
+        for method, values in document.scores.items():
             table[f"score_{method}"] = list(map(_without_nan, values))
-        table["log_prob_next"] = list(map(_without_nan, one.next_log_probs))
+        table["log_prob_next"] = list(map(_without_nan, document.next_log_probs))
         table["likeliest_next"] = [token for token, _ in likeliest]
         table["likeliest_prob"] = [prob for _, prob in likeliest]
         return table

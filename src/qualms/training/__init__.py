@@ -11,7 +11,7 @@ __all__ = ["RECIPES", "Recipe", "TrainingResult", "fit", "trained_with"]
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of this package that is deprecated."""
+    """Resolve the deprecated names of this package, with a warning."""
     if name == "Fitted":
         warn_renamed("qualms.training.Fitted", "qualms.training.TrainingResult")
         return TrainingResult

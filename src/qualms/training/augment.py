@@ -14,12 +14,12 @@ DEGREES = 15.0
 def augment(x: Float[Tensor, "n c h w"], draws: torch.Generator) -> Float[Tensor, "n c h w"]:
     """Mirror half of the images, rotate each by up to 15 degrees, and shift it by up to 4 pixels.
 
-    All three in one resampling, x'(u) = x(A u): what comes in from outside is the padding value 0,
-    the mean color of normalized images.
+    All three are done in one resampling, x'(u) = x(A u). Pixels from outside the image are 0, the
+    mean color of normalized images.
 
     Args:
-        x: normalized images.
-        draws: decides what happens to each.
+        x: a batch of normalized images, [n, c, h, w].
+        draws: the random generator for flips, angles and moves.
     """
     n, _, h, w = x.shape
     angle = (2 * torch.rand(n, generator=draws) - 1) * math.radians(DEGREES)
@@ -27,6 +27,7 @@ def augment(x: Float[Tensor, "n c h w"], draws: torch.Generator) -> Float[Tensor
     pixels = torch.randint(-PADDING, PADDING + 1, (n, 2), generator=draws)
     moved = pixels * 2 / torch.tensor([w, h])
     cos, sin = angle.cos(), angle.sin()
+    # The two rows of A for each image: mirrored and rotated, and the move in units of grid_sample.
     rows = torch.stack(
         [mirror * cos, -sin, moved[:, 0], mirror * sin, cos, moved[:, 1]],
         dim=1,

@@ -13,21 +13,22 @@ from qualms.stream.sizes import EVALUATION_BATCH
 from qualms.training.augment import augment
 from qualms.training.recipes import Recipe
 
-SPLIT, ORDER, DRAWS = range(3)  # purposes of random numbers
+SPLIT, ORDER, DRAWS = range(3)  # seeds differ by purpose, so that random numbers do not coincide
 
 
 class TrainingRun:
-    """What changes from epoch to epoch.
+    """The state of a training: model, optimizer and schedule, history and best weights so far.
 
     Args:
-        model: trained in place.
-        recipe: decides optimizer and schedule.
+        model: the network, which is trained in place.
+        recipe: the settings of optimizer and schedule.
 
     Attributes:
         epoch: how many epochs are done.
-        history: a row for each of them.
+        history: a row for each finished epoch.
         best_epoch: the epoch of the best weights; 0 before the first validation.
-        best_accuracy: on the validation images; -1 before the first validation.
+        best_accuracy: the accuracy of the best weights on the validation images; -1 before the
+            first validation.
         best_state: the best weights by name.
     """
 
@@ -48,9 +49,9 @@ class TrainingRun:
         """Train for one epoch.
 
         Args:
-            images: with labels.
-            normalization: of the images.
-            seed: decides their order and augmentation, together with the number of the epoch.
+            images: the training images, with labels.
+            normalization: the mean and standard deviation that the images are normalized by.
+            seed: decides the images' order and augmentation, together with the epoch's number.
 
         Returns:
             The mean loss.
@@ -78,7 +79,7 @@ class TrainingRun:
         return total / len(images)
 
     def _step(self, x: Tensor, y: Tensor) -> float:
-        """Take one optimizer step; return the mean loss of the batch before it."""
+        """Take one step of the optimizer; return the mean loss of the batch before the step."""
         loss = F.cross_entropy(_logits(self.model, x), y)
         self.optimizer.zero_grad()
         loss.backward()
@@ -86,12 +87,12 @@ class TrainingRun:
         return float(loss.detach())
 
     def remember_if_best(self, accuracy: float) -> None:
-        """Keep the current weights if they are better than all before.
+        """Keep a copy of the present weights if their accuracy is above that of all epochs before.
 
         The first of equally good epochs stays.
 
         Args:
-            accuracy: of the current weights on the validation images.
+            accuracy: the accuracy of the present weights on the validation images.
         """
         if accuracy > self.best_accuracy:
             self.best_epoch, self.best_accuracy = self.epoch, accuracy
@@ -100,7 +101,7 @@ class TrainingRun:
 
 
 def _make_optimizer(model: nn.Module, recipe: Recipe) -> tuple[torch.optim.Optimizer, Any]:
-    """Return Adam with a cosine schedule, or SGD with momentum and drops of the rate."""
+    """Build Adam with a cosine schedule, or SGD with momentum and drops of the learning rate."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     schedulers = torch.optim.lr_scheduler
     optimizer: torch.optim.Optimizer
@@ -117,17 +118,13 @@ def _make_optimizer(model: nn.Module, recipe: Recipe) -> tuple[torch.optim.Optim
 
 
 @torch.no_grad()
-def measure_accuracy(
-    model: nn.Module,
-    images: Images,
-    normalization: Normalization,
-) -> float:
-    """Return the share of images that a model classifies correctly, in evaluation mode.
+def measure_accuracy(model: nn.Module, images: Images, normalization: Normalization) -> float:
+    """Compute the share of images that a model classifies correctly, in evaluation mode.
 
     Args:
-        model: left in evaluation mode.
-        images: with labels.
-        normalization: of the images.
+        model: the network; it is left in evaluation mode.
+        images: the images, with labels.
+        normalization: the mean and standard deviation that the images are normalized by.
     """
     assert images.labels is not None
     model.eval()

@@ -31,7 +31,7 @@ class TrainingResult:
         history: for each epoch its number and mean loss, and the accuracy on the validation images
             where it was measured.
         best_epoch: the epoch whose weights the model has now.
-        validation_accuracy: of these weights.
+        validation_accuracy: the accuracy of these weights on the validation images.
 
     Example:
         ```python
@@ -70,18 +70,18 @@ def fit(
     The model ends in evaluation mode.
 
     Args:
-        model: trained on the device of its parameters, from its current weights on.
+        model: the network; training starts from its present weights, on their device.
         images: training images with labels.
-        recipe: how.
-        normalization: of the model's inputs.
+        recipe: epochs, learning rate and other settings of the training.
+        normalization: the mean and standard deviation that the model's inputs are normalized by.
         validation: images to choose the best epoch by; by default the recipe's share of `images`.
         seed: decides the order of the images, their augmentation, and which ones are kept for
             validation.
         checkpoint: a file that is written after each epoch and holds the best weights as
-            `state_dict`. If it exists, training resumes from it; if it is complete, nothing is
-            computed.
-        about: what else to write into it, such as the network's name.
-        progress: called with ("epochs", done, epochs) after each.
+            `state_dict`. If the file exists, training resumes from it; if that training is
+            complete, nothing is computed.
+        about: more entries to write into the file, such as the network's name.
+        progress: called with ("epochs", done, epochs) after each epoch.
 
     Example:
         ```python
@@ -126,12 +126,12 @@ def fit(
 
 
 def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:
-    """Split images into those to train on and those kept for validation.
+    """Split images at random into those to train on and those kept for validation.
 
     Args:
-        images: all of them.
-        share: of the images that is kept.
-        seed: decides which.
+        images: all images.
+        share: the share of the images that is kept for validation.
+        seed: decides which images are kept.
     """
     order = torch.randperm(len(images), generator=generator(seed, SPLIT))
     kept = max(1, round(share * len(images)))
@@ -151,15 +151,15 @@ def _settings(
     normalization: Normalization,
     seed: int,
 ) -> dict[str, Any]:
-    """Return what decides the outcome, in types that a weights-only file can hold.
+    """Return the settings that decide the outcome, in types that a weights-only file can hold.
 
     Args:
-        model: with the weights to start from.
-        images: to train on.
-        validation: to choose the best epoch by.
-        recipe: of the training.
-        normalization: of the images.
-        seed: of the draws.
+        model: the network with the weights to start from.
+        images: the images to train on.
+        validation: the images that choose the best epoch.
+        recipe: the recipe of the training.
+        normalization: the mean and standard deviation that the images are normalized by.
+        seed: the seed of all random draws.
     """
     return {
         "seed": seed,

@@ -14,13 +14,13 @@ class Recipe:
         rate: the learning rate to begin with.
         drops: the epochs after which the rate is divided by ten; with Adam it falls along a cosine
             instead.
-        batch: images a step.
-        augment: random crops, flips and rotations.
+        batch: the number of images in a step.
+        augment: whether images are cropped, flipped and rotated at random.
         validation: the share of the training images that is kept aside to choose the best epoch.
-        adam: instead of gradient descent.
-        momentum: of gradient descent.
-        decay: of the weights.
-        validate_every: epochs between two looks at the validation images.
+        adam: whether Adam is used instead of gradient descent.
+        momentum: the momentum of gradient descent.
+        decay: the weight decay.
+        validate_every: the accuracy on the validation images is measured every this many epochs.
 
     Example:
         ```python
@@ -55,10 +55,10 @@ class Recipe:
             )
 
     def shortened(self, epochs: int) -> "Recipe":
-        """Return the same recipe with fewer epochs, and the drops of the rate moved accordingly.
+        """Return the same recipe in fewer epochs, with the drops of the rate at the same shares.
 
         Args:
-            epochs: how many.
+            epochs: the number of epochs of the new recipe.
         """
         drops = tuple(max(1, round(d * epochs / self.epochs)) for d in self.drops)
         return replace(self, epochs=epochs, drops=drops)
@@ -73,7 +73,7 @@ RECIPES: dict[str, Recipe] = {
     "vit": Recipe(epochs=200, rate=1e-4, batch=512, augment=True, adam=True, decay=0.0),
     "digits": Recipe(epochs=30, rate=0.05, batch=64),
 }
-"""By the dataset that they are for; `active` for each cycle of active learning, `vit` for
+"""The recipes, by the name of the dataset; `active` for each cycle of active learning, `vit` for
 transformers on CIFAR.
 
 Example:

@@ -25,13 +25,13 @@ def write_run(
     settings: dict[str, Any],
     about: dict[str, Any],
 ) -> None:
-    """Write the whole state atomically: a file that exists is complete.
+    """Write the whole state of a training atomically, so that the file is never incomplete.
 
     Args:
-        run: the state.
-        path: of the file.
-        settings: what decides the outcome.
-        about: what else to write, such as the network's name.
+        run: the state of the training.
+        path: the path of the checkpoint file.
+        settings: the settings that decide the outcome.
+        about: more entries to write, such as the network's name.
     """
     is_complete = run.epoch == run.recipe.epochs
     content = {
@@ -51,7 +51,7 @@ def write_run(
         }
     with explain_write_failure(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Not by its name: torch would not say why the disk refused.
+        # An open file, not a path: given a path, torch hides why writing failed.
         with atomic_write(path) as part, open(part, "wb") as file:
             torch.save(content, file)
 
@@ -64,17 +64,17 @@ def resume_run(
     """Restore the state of an earlier run with the same settings, if there is one.
 
     Args:
-        run: at its first epoch; takes the state.
-        path: of the file, which need not exist.
-        settings: what decides the outcome; those in the file must be the same.
+        run: a new run, at its first epoch; the state is restored into it.
+        path: the path of the checkpoint file, which need not exist.
+        settings: the settings that decide the outcome; those in the file must be equal.
     """
     if not path.exists():
         return
-    content, known = _read_run(path)
-    for key in {**known, **settings}:
-        if known.get(key) != settings.get(key):
+    content, saved_settings = _read_run(path)
+    for key in {**saved_settings, **settings}:
+        if saved_settings.get(key) != settings.get(key):
             raise QualmsError(
-                f"{path} comes from a training run with another {key} ({known.get(key)}, not "
+                f"{path} comes from a training with another {key} ({saved_settings.get(key)}, not "
                 f"{settings.get(key)}); choose another file, or delete it."
             )
 
@@ -86,14 +86,14 @@ def resume_run(
 
 
 def trained_with(path: str | Path) -> Normalization | None:
-    """Return the normalization that a checkpoint of `fit` was trained with.
+    """Read the normalization that a checkpoint of `fit` was trained with.
 
     Args:
-        path: of the checkpoint.
+        path: the path of the checkpoint.
 
     Returns:
-        The normalization; None for other files. What is wrong with a file is reported by those who
-        read its weights.
+        The normalization; None for other files. Damaged files also give None: reading
+        their weights reports what is wrong.
 
     Example:
         ```python
@@ -122,26 +122,26 @@ def trained_with(path: str | Path) -> Normalization | None:
 
 
 def _read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a file holds, by name, and the settings in it."""
+    """Read the entries of a checkpoint file by name, and the settings among them."""
 
     def explain(_: Exception) -> QualmsError:
         return QualmsError(f"{path} is not a checkpoint of this training run; choose another file.")
 
     with explain_failure(explain):
-        # A tensor would take a name too, with a warning of torch's.
+        # A file that is a tensor fails here; indexing it by a name would warn instead.
         content = {**load_torch_file(path)}
         return content, {**content["settings"]}
 
 
 def _restore(run: TrainingRun, content: dict[str, Any]) -> None:
-    """Give a run the state that `write_run` wrote.
+    """Restore the state that `write_run` wrote into a run.
 
     Raises:
         Exception: of any class, before the model is changed, if the content is something else.
     """
     is_complete = content["complete"] is True
-    best, rest = {**content["best"]}, {**content.get("resume", {})}
-    run.epoch = run.recipe.epochs if is_complete else rest["epoch"]
+    best, resume_state = {**content["best"]}, {**content.get("resume", {})}
+    run.epoch = run.recipe.epochs if is_complete else resume_state["epoch"]
     run.history = [{**row} for row in content["history"]]
     run.best_epoch = best["epoch"]
     run.best_accuracy = best["accuracy"]
@@ -152,26 +152,26 @@ def _restore(run: TrainingRun, content: dict[str, Any]) -> None:
     is_share = -1 <= run.best_accuracy <= 1
     if not is_share or not _is_state_of(run.model, state or run.model.state_dict()):
         raise ValueError("its weights are not the network's")
-    # Without hooks that a file may name.
+    # `detach` drops backward hooks, which a file may define.
     run.best_state = {name: value.detach() for name, value in state.items()}
     if is_complete:
         return
-    if not _is_state_of(run.model, rest["model"]):
+    if not _is_state_of(run.model, resume_state["model"]):
         raise ValueError("its last weights are not the network's")
-    _require_same_types(run.schedule.state_dict(), rest["schedule"])
-    optimizer = {**rest["optimizer"]}
+    _require_same_types(run.schedule.state_dict(), resume_state["schedule"])
+    optimizer = {**resume_state["optimizer"]}
     _require_optimizer_state(run.optimizer, optimizer)
     run.optimizer.load_state_dict(optimizer)
-    run.schedule.load_state_dict(rest["schedule"])
-    run.model.load_state_dict(rest["model"])
+    run.schedule.load_state_dict(resume_state["schedule"])
+    run.model.load_state_dict(resume_state["model"])
 
 
 def _is_state_of(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """Return whether these tensors have the names, shapes and types of the model's."""
-    own = model.state_dict()
-    if state.keys() != own.keys():
+    """Whether `state` has tensors of the same names, shapes and dtypes as the model's state."""
+    expected = model.state_dict()
+    if state.keys() != expected.keys():
         return False
-    for name, value in own.items():
+    for name, value in expected.items():
         other = state[name]
         if not isinstance(other, Tensor):
             return False
@@ -181,23 +181,18 @@ def _is_state_of(model: nn.Module, state: Mapping[str, Any]) -> bool:
 
 
 def _require_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Raise an error unless a state has the settings and shapes of this optimizer."""
-    own = optimizer.state_dict()
-    _require_same_types(own["param_groups"], state["param_groups"])
-    shapes = []
-    for group in optimizer.param_groups:
-        shapes += [parameter.shape for parameter in group["params"]]
+    """Raise a ValueError unless a saved state has this optimizer's settings and shapes."""
+    _require_same_types(optimizer.state_dict()["param_groups"], state["param_groups"])
+    shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
     for number, values in state["state"].items():
         for value in values.values():
-            # Numbers of steps have no axes.
-            if not isinstance(value, Tensor) or value.ndim == 0:
-                continue
-            if value.shape != shapes[number]:
+            # Adam's step counts have no axes, unlike the parameters they belong to.
+            if isinstance(value, Tensor) and value.ndim and value.shape != shapes[number]:
                 raise ValueError("its optimizer is another network's")
 
 
 def _require_same_types(ours: Any, theirs: Any) -> None:
-    """Raise an error if two states differ in their keys or in the types of their values."""
+    """Raise a ValueError if nested settings differ in type or keys; int and float are one type."""
     are_numbers = isinstance(ours, (int, float)) and type(theirs) in (int, float)
     if type(ours) is not type(theirs) and not are_numbers:
         raise ValueError(f"it has a {type(theirs).__name__} where a {type(ours).__name__} belongs")
@@ -207,5 +202,5 @@ def _require_same_types(ours: Any, theirs: Any) -> None:
         for key in ours:
             _require_same_types(ours[key], theirs[key])
     elif isinstance(ours, (list, tuple)):
-        for own, other in zip(ours, theirs, strict=True):
-            _require_same_types(own, other)
+        for our_item, their_item in zip(ours, theirs, strict=True):
+            _require_same_types(our_item, their_item)

@@ -29,11 +29,11 @@ def fit_scenes(
 
     Args:
         model: images [n, 1, h, w] in, logits [n, classes, h, w] out.
-        scenes: to train on.
-        normalization: of their pixels.
-        recipe: rate, epochs, batches and decay.
+        scenes: the scenes to train on.
+        normalization: the mean and standard deviation that the scenes' pixels are normalized by.
+        recipe: the learning rate, epochs, batch size and weight decay.
         seed: decides the order of the scenes.
-        progress: called with ("epochs", done, epochs) after each.
+        progress: called with ("epochs", done, epochs) after each epoch.
 
     Returns:
         The mean loss of each epoch.

@@ -13,12 +13,12 @@ from qualms.methods.registry import parse
 from qualms.methods.training_heads import Laplace
 
 LAMBDA = {"mnist": 0.3, "cifar10": 0.2, "svhn": 0.2, "cifar100": 0.4}
-DRAWS = 100  # of inputs or weights, for the scores that perturb them
-SIGMA = 0.02  # of smoothing, in pixels scaled to [0, 1]
+DRAWS = 100  # random draws of inputs or weights, for the scores that perturb them
+SIGMA = 0.02  # noise level of smoothing, for pixels in [0, 1]
 
 
-# The methods that stand beside the paper's in tables 1 and 2, by spec.
-BESIDE = (
+# Methods that are not in the paper and are compared with its methods in tables 1 and 2, by spec.
+COMPARISON_SPECS = (
     # ours
     "heat",
     "coherence",
@@ -50,23 +50,26 @@ BESIDE = (
 def paper_methods(
     dataset: str, smooth: Smoothing | None = None, draws: int = DRAWS
 ) -> dict[str, Method]:
-    """Return the rows of the paper's tables, with its settings for a dataset; noise in pixels.
+    """Return the paper's methods by their names in its tables, with its settings for a dataset.
+
+    Noise levels are for pixels in [0, 1].
 
     Args:
-        dataset: Decides λ and the levels of noise; those of MNIST serve for other datasets.
-        smooth: The smoothing of REGrad*; by default the paper's σ.
+        dataset: The name of the dataset, which decides λ and the noise levels; datasets that are
+            not in the paper have those of MNIST.
+        smooth: The smoothing of REGrad*; by default with the paper's σ.
         draws: The number of draws of the methods that perturb inputs or weights.
     """
-    many = dataset == "cifar100"
+    has_many_classes = dataset == "cifar100"
     lam, smooth = LAMBDA.get(dataset, 0.3), smooth or Smoothing(SIGMA)
     return {
         "NEGrad": NEGrad(),
         "UNGrad": UNGrad(),
         "GradNorm": GradNorm(),
         "ExGrad": ExGrad(),
-        "Perturb x": PerturbX(0.02 if many else 0.008, draws),
-        "Perturb θ": PerturbTheta(0.0003 if many else 0.008, draws),
-        "MC-AA": MCAA(0.0005 if many else 0.0001, draws),
+        "Perturb x": PerturbX(0.02 if has_many_classes else 0.008, draws),
+        "Perturb θ": PerturbTheta(0.0003 if has_many_classes else 0.008, draws),
+        "MC-AA": MCAA(0.0005 if has_many_classes else 0.0001, draws),
         "Inserted Dropout": InsertedDropout(),
         "Entropy": Entropy(),
         "ExGrad V": ExGradV(),
@@ -77,20 +80,20 @@ def paper_methods(
     }
 
 
-def methods_beside(dataset: str) -> dict[str, Method]:
-    """Return the other methods of tables 1 and 2.
+def comparison_methods(dataset: str) -> dict[str, Method]:
+    """Return the methods of tables 1 and 2 that are not in the paper, by spec.
 
-    For CIFAR-100 without `quam`, which would search a hundred heads for each input, for hours.
+    CIFAR-100 is without `quam`, which would search a hundred heads for each input, for hours.
     """
-    found: dict[str, Method] = {}
-    for name in BESIDE:
+    methods: dict[str, Method] = {}
+    for name in COMPARISON_SPECS:
         if name != "quam" or dataset != "cifar100":
-            found[name] = parse(name)
-    return found
+            methods[name] = parse(name)
+    return methods
 
 
 def paper_row(method: Method) -> str:
-    """Return what the paper calls a method; the method's own name if it is not in the paper."""
+    """Return a method's name in the paper's tables; its name in qualms if the paper lacks it."""
     if isinstance(method, REGrad):
         if method.layers is not None:
             return "REGrad*" if method.smooth else "REGrad+layers"
@@ -104,7 +107,7 @@ def paper_row(method: Method) -> str:
     return f"{name}, modified" if is_modified else name
 
 
-def _table(text: str) -> dict[str, dict[str, Any]]:
+def _parse_table(text: str) -> dict[str, dict[str, Any]]:
     """Parse a table whose cells are separated by bars.
 
     Args:
@@ -128,7 +131,7 @@ def _table(text: str) -> dict[str, dict[str, Any]]:
 
 # Table 1: AUROC/AUPR in percent by in-distribution and OOD dataset; the last rows also from tables
 # 4 and 6.
-OOD = _table("""
+OOD = _parse_table("""
 method           | mnist→omniglot | mnist→fashion-mnist | cifar10→svhn | cifar10→lsun
 NEGrad           | 41.99/43.49    | 40.99/44.41         | 72.80/64.47  | 66.96/58.51
 UNGrad           | 92.81/90.79    | 95.41/94.91         | 38.07/46.86  | 17.08/33.52
@@ -144,7 +147,7 @@ LA               | 97.92/97.45    | 97.95/97.37         | 91.86/88.06  | 86.81/8
 REGrad           | 97.80/97.54    | 98.42/98.45         | 89.64/85.75  | 90.15/87.16
 REGrad+layers    | 98.01/97.86    | 98.51/98.55         | 90.33/87.45  | 90.79/88.86
 REGrad*          | 98.19/97.95    | 98.78/98.79         | 92.32/89.42  | 91.11/89.93
-""") | _table("""
+""") | _parse_table("""
 method           | svhn→cifar10 | svhn→cifar100 | cifar100→svhn | cifar100→lsun
 NEGrad           | 30.26/39.13  | 30.93/39.38   | 44.62/42.52   | 43.99/42.74
 UNGrad           | 68.28/69.21  | 68.34/68.95   | 44.34/43.44   | 47.46/45.41
@@ -163,7 +166,7 @@ REGrad*          | 91.11/89.63  | 90.37/88.83   | 88.06/85.74   | 79.11/74.39
 """)
 
 # Table 2, its last rows also from table 6: rAULC.
-RAULC = _table("""
+RAULC = _parse_table("""
 method           | mnist  | cifar10 | svhn   | cifar100
 NEGrad           | 0.143  | 0.598   | -0.861 | 0.127
 UNGrad           | 0.934  | 0.840   | 0.429  | 0.403
@@ -182,7 +185,7 @@ REGrad*          | 0.985  | 0.898   | 0.873  | 0.858
 """)
 
 # Table 3: accuracy in percent / negative log-likelihood, means over ten cycles of active learning.
-ACTIVE = _table("""
+ACTIVE = _parse_table("""
 method           | mnist       | cifar10     | svhn        | cifar100
 NEGrad           | 70.22/1.833 | 39.13/2.074 | 65.12/1.827 | 13.16/4.507
 UNGrad           | 69.56/1.867 | 38.90/2.071 | 67.27/1.808 | 12.56/4.508
@@ -238,7 +241,7 @@ SWEEPS = {
 }  # fmt: skip
 
 # Table 10: AUROC/AUPR of a vision transformer.
-VIT = _table("""
+VIT = _parse_table("""
 method    | cifar10→svhn | cifar10→lsun | cifar100→svhn | cifar100→lsun
 UNGrad    | 78.77/72.51  | 84.83/76.61  | 70.20/60.06   | 72.08/60.19
 GradNorm  | 53.03/58.91  | 72.84/71.04  | 56.30/54.84   | 63.76/57.20

@@ -26,29 +26,34 @@ from qualms.tasks.calibration import calibration
 from qualms.tasks.image_scores import accuracy_row, select_usable
 from qualms.tasks.journal import Journal
 from qualms.tasks.ood import ood
-from qualms.tasks.paper import VIT, methods_beside, paper_methods
+from qualms.tasks.paper_numbers import VIT, comparison_methods, paper_methods
 from qualms.tasks.presets import Learning, Preset, Setup
 from qualms.tasks.rows import LeftOutRow, Row
 from qualms.tasks.runtime import runtime as measure_runtime
 from qualms.tasks.score_rows import Methods
 from qualms.training import fit
 
-# The datasets that each network has to detect. Tiny-ImageNet is not in the paper; it stands beside
-# LSUN where it is on disk.
+# The datasets that each network has to detect. Tiny-ImageNet is not in the paper; it is added to
+# LSUN if it is on disk.
 PAIRS = {
     "mnist": ("omniglot", "fashion-mnist"),
     "cifar10": ("svhn", "lsun", "tiny-imagenet-32"),
     "svhn": ("cifar10", "cifar100"),
     "cifar100": ("svhn", "lsun", "tiny-imagenet-32"),
 }
-# The one of them that table 4 is about.
-MAIN = {"mnist": "fashion-mnist", "cifar10": "svhn", "svhn": "cifar10", "cifar100": "svhn"}
-PARTS = ("ExGrad", "REGrad", "REGrad+layers", "REGrad*")  # the rows of table 4
+# The dataset to detect in table 4, by the dataset that the network knows.
+TABLE4_OUTSIDE = {
+    "mnist": "fashion-mnist",
+    "cifar10": "svhn",
+    "svhn": "cifar10",
+    "cifar100": "svhn",
+}
+TABLE4_METHODS = ("ExGrad", "REGrad", "REGrad+layers", "REGrad*")  # the rows of table 4
 RIVALS_OF_VIT = ("energy", "gen", "heat", "odin", "knn", "fisher")
 # As many images of the one dataset as of the other. The paper does not say so, but its AUPRs do:
 # with all 26,032 test images of SVHN as the positives, GradNorm's 32.04 on CIFAR-10 → SVHN would be
 # below the least possible AUPR, 50.8.
-EQUAL = 10_000
+IMAGES_OF_EACH = 10_000
 # Training images that methods learn from where a preset scores only some of the test images.
 MAX_TRAIN_IMAGES = 5000
 
@@ -70,31 +75,33 @@ class Workspace:
     progress: ProgressFn | None = None
 
 
-def table1(preset: Preset, at: Workspace) -> Iterator[Row]:
+def table1(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Measure out-of-distribution detection by all methods."""
     for dataset, setup in preset.setups.items():
-        yield from _ood(at, dataset, setup, PAIRS[dataset], table_methods(dataset, preset))
+        yield from _ood_rows(
+            workspace, dataset, setup, PAIRS[dataset], table_methods(dataset, preset)
+        )
 
 
-def table2(preset: Preset, at: Workspace) -> Iterator[Row]:
+def table2(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Measure the calibration of all methods."""
     for dataset, setup in preset.setups.items():
         methods = table_methods(dataset, preset)
-        yield from _for_each_seed(at, dataset, setup, methods, _measure_calibration)
+        yield from _for_each_seed(workspace, dataset, setup, methods, _measure_calibration)
 
 
-def table3(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """Measure active learning."""
+def table3(preset: Preset, workspace: Workspace) -> Iterator[Row]:
+    """Compare methods by active learning."""
     for dataset, learning in preset.active.items():
-        missing = _explain_missing(at, dataset)
+        missing = _explain_missing(workspace, dataset)
         if missing is not None:
             yield missing
             continue
-        train, test = _load(dataset, at.root, "train"), _load(dataset, at.root)
+        train, test = _load(dataset, workspace.root, "train"), _load(dataset, workspace.root)
         if preset.active_test is not None:
             test = test.subset(preset.active_test)
         name = NETWORKS.get(dataset, COLOR)
-        build = partial(_build_network, name, DATASETS[dataset].classes, at.device)
+        build = partial(_build_network, name, DATASETS[dataset].classes, workspace.device)
         about = {
             "data": dataset,
             "network": name,
@@ -102,7 +109,7 @@ def table3(preset: Preset, at: Workspace) -> Iterator[Row]:
             "train": train.fingerprint(),
             "test": test.fingerprint(),
         }
-        with Journal(at.out / f"active-{dataset}.jsonl", about) as journal:
+        with Journal(workspace.out / f"active-{dataset}.jsonl", about) as journal:
             for seed in learning.seeds:
                 yield from active(
                     build,
@@ -113,53 +120,55 @@ def table3(preset: Preset, at: Workspace) -> Iterator[Row]:
                     learning.plan,
                     journal,
                     seed=seed,
-                    progress=at.progress,
+                    progress=workspace.progress,
                 )
 
 
-def table4(preset: Preset, at: Workspace) -> Iterator[Row]:
+def table4(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Measure what each part of REGrad* adds."""
     for dataset, setup in preset.setups.items():
-        methods = _pick(components(dataset, preset.smooth), PARTS)
-        yield from _ood(at, dataset, setup, (MAIN[dataset],), methods)
+        methods = _select_methods(components(dataset, preset.smooth), TABLE4_METHODS)
+        yield from _ood_rows(workspace, dataset, setup, (TABLE4_OUTSIDE[dataset],), methods)
 
 
-def table5(preset: Preset, at: Workspace) -> Iterator[Row]:
+def table5(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Measure how much λ and σ matter, on SVHN against CIFAR-10."""
     methods = {**lambda_sweep(), **sigma_sweep("svhn", (0.015, 0.02, 0.025), preset.smooth)}
-    yield from _ood(at, "svhn", preset.setups["svhn"], ("cifar10",), methods)
+    yield from _ood_rows(workspace, "svhn", preset.setups["svhn"], ("cifar10",), methods)
 
 
-def vit(preset: Preset, at: Workspace) -> Iterator[Row]:
+def vit(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Measure out-of-distribution detection by a vision transformer."""
     rows_of_paper = next(iter(VIT.values()))
     for dataset, setup in preset.vit.items():
-        own = paper_methods(dataset, preset.smooth, preset.draws)
+        all_paper_methods = paper_methods(dataset, preset.smooth, preset.draws)
         methods = {
-            **_pick(own, (*rows_of_paper, "Entropy")),
-            **_pick(methods_beside(dataset), RIVALS_OF_VIT),
+            **_select_methods(all_paper_methods, (*rows_of_paper, "Entropy")),
+            **_select_methods(comparison_methods(dataset), RIVALS_OF_VIT),
         }
-        yield from _ood(at, dataset, setup, PAIRS[dataset], methods)
+        yield from _ood_rows(workspace, dataset, setup, PAIRS[dataset], methods)
 
 
-def runtime(preset: Preset, at: Workspace) -> Iterator[Row]:
-    """Measure what each method costs, on a ResNet-18 whose weights do not matter."""
+def runtime(preset: Preset, workspace: Workspace) -> Iterator[Row]:
+    """Time each method on a ResNet-18 with random weights, which do not change the time."""
     dataset, name = "cifar10", "resnet18"
-    missing = _explain_missing(at, dataset)
+    missing = _explain_missing(workspace, dataset)
     if missing is not None:
         yield missing
         return
-    images = _load(dataset, at.root).subset(preset.timed)
-    train = _load(dataset, at.root, "train").subset(MAX_TRAIN_IMAGES)
+    images = _load(dataset, workspace.root).subset(preset.timed)
+    train = _load(dataset, workspace.root, "train").subset(MAX_TRAIN_IMAGES)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = Network(name, load_model(name).to(at.device), DATASETS[dataset].normalization)
+        network = Network(
+            name, load_model(name).to(workspace.device), DATASETS[dataset].normalization
+        )
     methods = table_methods(dataset, preset)
-    with Journal(at.out / f"runtime-{name}.jsonl", network.about) as journal:
+    with Journal(workspace.out / f"runtime-{name}.jsonl", network.about) as journal:
         usable, left_out = select_usable(network, images, methods, train)
         yield from left_out
         yield from measure_runtime(
-            network, images, usable, journal, train=train, progress=at.progress
+            network, images, usable, journal, train=train, progress=workspace.progress
         )
 
 
@@ -175,33 +184,33 @@ TABLES: dict[str, Callable[[Preset, Workspace], Iterator[Row]]] = {
 
 
 def table_methods(dataset: str, preset: Preset) -> dict[str, Method]:
-    """Return the paper's methods, and those listed with them in tables 1 and 2."""
-    return {**paper_methods(dataset, preset.smooth, preset.draws), **methods_beside(dataset)}
+    """Return all methods of tables 1 and 2: the paper's, and others to compare them with."""
+    return {**paper_methods(dataset, preset.smooth, preset.draws), **comparison_methods(dataset)}
 
 
-def _pick(methods: Methods, names: Collection[str]) -> dict[str, Method]:
-    """Return the methods that have one of the names, in the order of the methods."""
+def _select_methods(methods: Methods, names: Collection[str]) -> dict[str, Method]:
+    """Select methods by name, in the order of the methods."""
     return {name: method for name, method in methods.items() if name in names}
 
 
 def active_methods(dataset: str, learning: Learning, preset: Preset) -> dict[str, Method | None]:
     """Return the methods that pick images in active learning.
 
-    NEGrad is not among them: it gives every image the score zero, so it would pick images in the
+    NEGrad is left out: it gives every image the score zero, so it would pick images in the
     order of the file.
 
     Args:
-        dataset: decides λ.
-        learning: names the methods, and sets the smoothing.
-        preset: sets the number of draws.
+        dataset: the name of the dataset, which decides λ.
+        learning: the settings that name the methods and the smoothing.
+        preset: the preset, which has the number of random draws.
 
     Returns:
         The methods by name; None picks at random.
     """
-    every: dict[str, Method | None] = {RANDOM: None}
-    every.update(paper_methods(dataset, learning.smooth, preset.draws))
-    del every["NEGrad"]
-    return {name: every[name] for name in learning.methods or every}
+    all_methods: dict[str, Method | None] = {RANDOM: None}
+    all_methods.update(paper_methods(dataset, learning.smooth, preset.draws))
+    del all_methods["NEGrad"]
+    return {name: all_methods[name] for name in learning.methods or all_methods}
 
 
 @dataclass(frozen=True)
@@ -209,10 +218,10 @@ class _Evaluation:
     """What a task needs to measure one network.
 
     Args:
-        network: to be measured.
-        images: test images of the dataset that it knows.
-        methods: those that it supports.
-        journal: of the network's rows.
+        network: the network to measure.
+        images: test images of the dataset that the network knows.
+        methods: the methods that the network supports, by name.
+        journal: saves the network's rows.
         settings: seed, engine, training images and progress, as tasks take them.
     """
 
@@ -223,70 +232,84 @@ class _Evaluation:
     settings: dict[str, Any]
 
 
-def _measure_calibration(e: _Evaluation) -> Iterator[Row]:
-    yield from calibration(e.network, e.images, e.methods, e.journal, **e.settings)
+def _measure_calibration(evaluation: _Evaluation) -> Iterator[Row]:
+    """Yield a row of calibration for each method."""
+    yield from calibration(
+        evaluation.network,
+        evaluation.images,
+        evaluation.methods,
+        evaluation.journal,
+        **evaluation.settings,
+    )
 
 
-def _ood(
-    at: Workspace, dataset: str, setup: Setup, outside: tuple[str, ...], methods: Methods
+def _ood_rows(
+    workspace: Workspace, dataset: str, setup: Setup, outside: tuple[str, ...], methods: Methods
 ) -> Iterator[Row]:
     """Measure out-of-distribution detection by the networks of one dataset.
 
     Args:
-        at: where to read and write.
-        dataset: that the networks know.
-        setup: of the networks.
-        outside: names of the datasets to detect. For one that cannot be read, a row says why.
-        methods: by the names that rows have.
+        workspace: where to read and write.
+        dataset: the name of the dataset that the networks know.
+        setup: the setup of the networks.
+        outside: the names of the datasets to detect. If a dataset cannot be read, a row says why.
+        methods: the methods by the names that rows have.
     """
 
-    def measure(e: _Evaluation) -> Iterator[Row]:
+    def measure(evaluation: _Evaluation) -> Iterator[Row]:
         others: list[Images] = []
         for name in outside:
-            missing = _explain_missing(at, name)
+            missing = _explain_missing(workspace, name)
             if missing is not None:
                 yield {**missing, "in": dataset}
             else:
-                images = _load(name, at.root).subset(setup.images)
-                others.append(images.take(slice(EQUAL)))
-        inside = e.images.take(slice(EQUAL))
-        yield from ood(e.network, inside, others, e.methods, e.journal, **e.settings)
+                images = _load(name, workspace.root).subset(setup.images)
+                others.append(images.take(slice(IMAGES_OF_EACH)))
+        inside = evaluation.images.take(slice(IMAGES_OF_EACH))
+        yield from ood(
+            evaluation.network,
+            inside,
+            others,
+            evaluation.methods,
+            evaluation.journal,
+            **evaluation.settings,
+        )
 
-    yield from _for_each_seed(at, dataset, setup, methods, measure)
+    yield from _for_each_seed(workspace, dataset, setup, methods, measure)
 
 
 def _for_each_seed(
-    at: Workspace,
+    workspace: Workspace,
     dataset: str,
     setup: Setup,
     methods: Methods,
     measure: Callable[[_Evaluation], Iterator[Row]],
 ) -> Iterator[Row]:
-    """Measure the network of each seed.
+    """Prepare the network of each seed, and measure it.
 
     Args:
-        at: where to read and write.
-        dataset: that the networks know.
-        setup: of the networks.
-        methods: by the names that rows have.
+        workspace: where to read and write.
+        dataset: the name of the dataset that the networks know.
+        setup: the setup of the networks.
+        methods: the methods by the names that rows have.
         measure: yields the rows of one network.
 
     Yields:
         For each seed the network's accuracy, rows for the methods that it does not support, and the
         rows that `measure` yields.
     """
-    missing = _explain_missing(at, dataset)
+    missing = _explain_missing(workspace, dataset)
     if missing is not None:
         yield missing
         return
-    whole = _load_for_network(at, dataset, setup, "test")
-    train = _load_for_network(at, dataset, setup, "train")
+    whole = _load_for_network(workspace, dataset, setup, "test")
+    train = _load_for_network(workspace, dataset, setup, "train")
     images = whole.subset(setup.images)
     if setup.images is not None:
         train = train.subset(MAX_TRAIN_IMAGES)
     for seed in setup.seeds:
-        network = _prepare_network(at, dataset, setup, seed)
-        path = at.out / f"{dataset}-{setup.network}-seed{seed}.jsonl"
+        network = _prepare_network(workspace, dataset, setup, seed)
+        path = workspace.out / f"{dataset}-{setup.network}-seed{seed}.jsonl"
         with Journal(path, network.about) as journal:
             yield {**accuracy_row(network, whole, journal), "network": network.name}
             usable, left_out = select_usable(network, images, methods, train)
@@ -295,7 +318,7 @@ def _for_each_seed(
                 "seed": seed,
                 "engine": setup.engine,
                 "train": train,
-                "progress": at.progress,
+                "progress": workspace.progress,
             }
             yield from measure(_Evaluation(network, images, usable, journal, settings))
 
@@ -306,26 +329,26 @@ def _load(dataset: str, root: Path, split: str = "test") -> Images:
     return load(f"data:{dataset}" if dataset in DATASETS else dataset, root, split)
 
 
-def _explain_missing(at: Workspace, dataset: str) -> LeftOutRow | None:
-    """Return a row that says why a dataset cannot be read; None if it can."""
+def _explain_missing(workspace: Workspace, dataset: str) -> LeftOutRow | None:
+    """Try to load a dataset; return a row that says why it cannot be read, or None if it can."""
     try:
-        _load(dataset, at.root)
+        _load(dataset, workspace.root)
     except QualmsError as error:
         return {"row": "left out", "out": dataset, "why": str(error)}
     return None
 
 
-def _load_for_network(at: Workspace, dataset: str, setup: Setup, split: str) -> Images:
+def _load_for_network(workspace: Workspace, dataset: str, setup: Setup, split: str) -> Images:
     """Load a dataset in the size and channels that a network takes.
 
     Args:
-        at: where to read.
-        dataset: its name.
-        setup: names the network.
+        workspace: where to read.
+        dataset: the name of the dataset.
+        setup: the setup that names the network.
         split: "train" or "test".
     """
     entry = ZOO[setup.network]
-    return _load(dataset, at.root, split).convert(entry.channels, entry.size)
+    return _load(dataset, workspace.root, split).convert(entry.channels, entry.size)
 
 
 def _build_network(name: str, classes: int | None, device: str) -> torch.nn.Module:
@@ -333,25 +356,25 @@ def _build_network(name: str, classes: int | None, device: str) -> torch.nn.Modu
     return load_model(name, classes=classes).to(device)
 
 
-def _prepare_network(at: Workspace, dataset: str, setup: Setup, seed: int) -> Network:
-    """Read a network's published weights, or else train it; an interrupted training resumes.
+def _prepare_network(workspace: Workspace, dataset: str, setup: Setup, seed: int) -> Network:
+    """Read a network's published weights, or else train it; a training that was stopped resumes.
 
     Args:
-        at: where to read and write.
-        dataset: that it is trained on.
-        setup: names the network and sets its training.
+        workspace: where to read and write.
+        dataset: the name of the dataset that the network is trained on.
+        setup: the setup that names the network and its recipe.
         seed: decides the fresh weights and the order of training.
     """
     entry, classes = ZOO[setup.network], DATASETS[dataset].classes
-    published = at.root / "weights" / (entry.file or "")
+    published = workspace.root / "weights" / (entry.file or "")
     if entry.file is not None and entry.normalization is not None and published.is_file():
-        model = load_model(setup.network, published, classes=classes).to(at.device)
+        model = load_model(setup.network, published, classes=classes).to(workspace.device)
         return Network(f"{setup.network}, {entry.file}", model, entry.normalization)
     normalization = DATASETS[dataset].normalization.of_channels(entry.channels)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _build_network(setup.network, classes, at.device)
-    images = _load_for_network(at, dataset, setup, "train")
+        model = _build_network(setup.network, classes, workspace.device)
+    images = _load_for_network(workspace, dataset, setup, "train")
     if setup.train is not None:
         images = images.subset(setup.train)
     fit(
@@ -360,8 +383,8 @@ def _prepare_network(at: Workspace, dataset: str, setup: Setup, seed: int) -> Ne
         setup.recipe,
         normalization,
         seed=seed,
-        checkpoint=at.out / "networks" / f"{dataset}-{setup.network}-seed{seed}.pt",
+        checkpoint=workspace.out / "networks" / f"{dataset}-{setup.network}-seed{seed}.pt",
         about={"network": setup.network, "classes": classes},
-        progress=at.progress,
+        progress=workspace.progress,
     )
     return Network(f"{setup.network}, trained here, seed {seed}", model, normalization)
