@@ -183,7 +183,7 @@ def _apply_masks(
         layers: the dropout layers.
         rows: the number of inputs in the batch.
         noise: the generator that masks are drawn from.
-        replay: is told at each dropout layer that its prefix has ended.
+        replay: the recorder of results, whose prefix ends at the first dropout layer.
     """
 
     def mask(layer: Any, _args: tuple[Tensor, ...], out: Tensor) -> Tensor:
