@@ -1,4 +1,4 @@
-"""Random generators whose state follows from the seed and what they are for, not from what ran
+"""Random generators whose state depends on the seed and on their purpose alone, not on what was drawn
 before.
 """
 
@@ -7,6 +7,11 @@ import torch
 
 
 def generator(seed: int, *purpose: int) -> torch.Generator:
-    """A generator for one purpose, such as the number of a draw, under one seed."""
+    """Create a generator for one purpose under a seed.
+
+    Args:
+        seed: the seed that the user chose.
+        purpose: numbers that tell this generator from others, such as the number of a draw.
+    """
     state = np.random.SeedSequence([seed, *purpose]).generate_state(2, np.uint32)
     return torch.Generator().manual_seed(int(state[0]) << 32 | int(state[1]))

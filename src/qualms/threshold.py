@@ -34,7 +34,8 @@ class Threshold:
         rule: how the threshold was calibrated, in words.
         provenance: how the calibration scores were computed (`Scorer.provenance`). A `Scorer`
             refuses a threshold whose provenance differs from that of its scores.
-        reference: the calibration scores, sorted; if there are more than 1001, every k-th of them.
+        reference: the calibration scores, sorted; if there are more than 1001, that many of them at
+            equal distances of rank.
 
     Example:
         ```python
