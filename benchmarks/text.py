@@ -29,7 +29,7 @@ from text_corpus import KNOWN, OTHERS, WINDOW, language, windows
 import qualms
 from qualms.methods import parse
 from qualms.metrics import auroc
-from qualms.metrics.groups import auroc_interval, lead_interval
+from qualms.metrics.groups import auroc_difference_interval, auroc_interval
 from qualms.models.language import LanguageModel
 from qualms.tasks.journal import Journal
 from qualms.tasks.text_benchmark import (
@@ -146,7 +146,7 @@ def leads() -> None:
                         for method in ("regrad", rival)
                     )
                     areas = [auroc(a.ravel(), b.ravel()) for a, b in (ours, theirs)]
-                    low, high = lead_interval(
+                    low, high = auroc_difference_interval(
                         (list(ours[0]), list(ours[1])), (list(theirs[0]), list(theirs[1]))
                     )
                     row[str(span)] = rounded(

@@ -24,11 +24,11 @@ from qualms.tasks.rows import LeftOutRow
 from qualms.tasks.runtime import runtime
 from qualms.training import RECIPES, fit
 
-KNOWN = 7  # the network learns the digits 0 to 6
-SIZE = 16  # height and width, in pixels
+KNOWN = 7  # the number of classes that the network learns: the digits 0 to 6
+SIZE = 16  # height and width of the images, in pixels
 EPOCHS = 10
 TRAININGS = 3  # the first is the network, the others its ensemble
-EACH = 96  # images of each kind
+EACH = 96  # the number of images of each kind
 TIMED = 16  # images on which methods are timed
 NORMALIZATION = DATASETS["digits"].normalization
 
@@ -54,7 +54,7 @@ def prepare(seed: int = 0, progress: ProgressFn | None = None) -> Scene:
     """Train the network and gather the images.
 
     Args:
-        seed: Of the initial weights, the training and the choice of images.
+        seed: The seed of the initial weights, the training and the choice of images.
         progress: Called with the number of networks that are trained.
     """
     train = load("data:digits", split="train").convert(1, SIZE)
@@ -87,9 +87,9 @@ def evaluate(
     """Score all images by every method, and time the methods.
 
     Args:
-        scene: From `prepare`.
-        seed: Of all random draws.
-        progress: Called with what is done of each kind of work.
+        scene: The scene that `prepare` returned.
+        seed: The seed of all random draws.
+        progress: Called with a kind of work, how much of it is done, and of how much.
 
     Returns:
         What the report shows, and a row with the reason for each method that the network does not
@@ -125,7 +125,7 @@ def evaluate(
 
 
 def _train(images: Images, seed: int) -> nn.Module:
-    """Return a CNN that is trained on images; the global random state is left unchanged."""
+    """Train a CNN on images; the global random state is left unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = paper_cnn(channels=1, size=SIZE, classes=KNOWN)
@@ -137,14 +137,14 @@ def _take_classes(images: Images, wanted: range, name: str) -> Images:
     """Return the images of some classes.
 
     Args:
-        images: With labels.
-        wanted: The numbers of the classes.
-        name: What tables call them.
+        images: Images with labels.
+        wanted: The numbers of the classes to take.
+        name: What tables call the selected images.
     """
     assert images.labels is not None
     is_wanted = torch.isin(images.labels, torch.tensor(list(wanted)))
-    some = images.take(is_wanted.nonzero().squeeze(1))
-    return Images(name, some.pixels, some.labels, images.classes)
+    selected = images.take(is_wanted.nonzero().squeeze(1))
+    return Images(name, selected.pixels, selected.labels, images.classes)
 
 
 def _concatenate(a: Images, b: Images) -> Images:

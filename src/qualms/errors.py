@@ -78,7 +78,7 @@ class UnitsWarning(UserWarning):
 
 
 def reason(error: Exception) -> str:
-    """The first line of another library's error, to quote in the middle of a sentence."""
+    """Return the first line of another library's error, to quote in the middle of a sentence."""
     return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
 
 
@@ -94,7 +94,7 @@ def explain_failure(
     the one place that catches them all; the original error stays as the cause.
 
     Args:
-        explain: what was raised in, the error to raise in its place out.
+        explain: a function from the exception that was raised to the error to raise in its place.
         let_through: classes of errors that leave the block unchanged. A `QualmsError` always does.
 
     Raises:

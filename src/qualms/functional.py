@@ -44,7 +44,7 @@ def score(
     progress: Progress = False,
     **options: Unpack[ScorerOptions],
 ) -> Float[Tensor, " b"]:
-    """How uncertain the model is about each input; higher means more uncertain, always.
+    """Compute how uncertain the model is about each input; higher always means more uncertain.
 
     Args:
         model: any classifier that returns logits. It is left unchanged; evaluation mode is used
@@ -82,11 +82,11 @@ def score_with_error(
     method: str | Method = DEFAULT,
     **options: Unpack[ScorerOptions],
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
-    """Scores, and the standard errors of those that are estimates: by `engine="sketch"`, or within
-    a `tolerance`.
+    """Compute scores with their standard errors, if they are estimated: by `engine="sketch"`, or
+    within a `tolerance`.
 
-    The tangents are shared by all inputs, so most of the error is common to them: rankings are more
-    reliable than it suggests.
+    The random tangents of a sketch are shared by all inputs, so most of the error is common to the
+    inputs: rankings are more reliable than the errors suggest.
 
     Args:
         model: as for `score`.
@@ -120,7 +120,8 @@ def compare(
     progress: Progress = False,
     **options: Unpack[ScorerOptions],
 ) -> dict[str, Float[Tensor, " b"]]:
-    """Several scores of the same inputs, each expensive pass shared by all that need it.
+    """Compute several scores of the same inputs, sharing each expensive pass among the scores that
+    need it.
 
     Args:
         model: as for `score`.
@@ -130,7 +131,7 @@ def compare(
         options: as for `score`.
 
     Returns:
-        The scores by spec or by your name, in the order given.
+        The scores by spec, or by your names, in the order given.
 
     Example:
         ```python
@@ -158,7 +159,7 @@ def require_options(function: str, options: ScorerOptions) -> None:
 
 
 def _score_all(scorer: Scorer, x: Any, progress: Progress) -> dict[str, Float[Tensor, " b"]]:
-    """The scores alone, without holding the probabilities of a large pool with many classes."""
+    """Score all inputs, and keep the scores but not the probabilities, which may need much memory."""
     parts: list[dict[str, Tensor]] = []
     num_done, line = 0, ProgressLine(progress, _count_inputs(x))
     line.start()
@@ -171,14 +172,14 @@ def _score_all(scorer: Scorer, x: Any, progress: Progress) -> dict[str, Float[Te
 
 
 def _split(x: Any) -> Any:
-    """One large batch as several, so that progress shows; scores do not depend on it."""
+    """Split one large array into batches, so that progress shows; scores do not depend on batches."""
     if not isinstance(x, (Tensor, np.ndarray)) or x.ndim == 0 or len(x) <= DATASET_BATCH:
         return x
     return [x[start : start + DATASET_BATCH] for start in range(0, len(x), DATASET_BATCH)]
 
 
 def _count_inputs(x: Any) -> int | None:
-    """How many inputs there are; None where that is unknown before they are read."""
+    """Count the inputs; None if their number is unknown before they are read."""
     try:
         if isinstance(x, DataLoader):
             return len(x.sampler)  # type: ignore[arg-type]

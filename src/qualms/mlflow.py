@@ -30,8 +30,8 @@ def save_model(scorer: Scorer, path: str | Path, **more: Any) -> None:
     Loading unpickles the scorer: only load models that you trust.
 
     Args:
-        scorer: It is pickled with all that its methods hold, such as training data.
-        path: A folder that does not exist yet.
+        scorer: The scorer, which is pickled with all that its methods hold, such as training data.
+        path: The path of a folder that does not exist yet.
         more: Further arguments of `mlflow.pyfunc.save_model`, such as `signature` or `code_paths`.
 
     Raises:
@@ -59,7 +59,7 @@ class ScorerModel:
         Args:
             model_input: An array, a pandas table with a row for each input, or anything else that
                 the scorer takes.
-            params: MLflow's; ignored.
+            params: The parameters that MLflow passes; ignored.
 
         Returns:
             A pandas table with a row for each input.
@@ -76,13 +76,13 @@ class ScorerModel:
 
 
 def _row_numbers(x: torch.Tensor) -> list[int]:
-    """Return a number for each row, which its random draws follow.
+    """Return a number for each row, which decides its random draws.
 
-    It depends on the row in the network's own precision. So a score depends neither on the row's
-    position nor on whether the table held 64 bits.
+    The number is a hash of the row in the network's own precision. So a score depends neither on
+    the row's position nor on whether the table held 64 bits.
 
     Args:
-        x: [n, ...], as the network takes it.
+        x: The inputs as the network takes them, [n, ...].
     """
     rows = x.reshape(len(x), -1).contiguous().view(torch.uint8).numpy()
     return [number_of(row) for row in rows]
@@ -92,7 +92,7 @@ def _load_pyfunc(path: str) -> ScorerModel:
     """Load a model; `mlflow.pyfunc.load_model` calls this function by its name.
 
     Args:
-        path: Of the pickled scorer.
+        path: The path of the pickled scorer.
     """
     cloudpickle, _ = _import_mlflow()
     return ScorerModel(cloudpickle.loads(Path(path).read_bytes()))

@@ -1,4 +1,6 @@
-"""The parameters of methods and of smoothing: allowed values, and one sentence for any other."""
+"""Rules for the parameters of methods and of smoothing: which values are allowed, and an error of one
+sentence for others.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,14 +13,28 @@ from qualms.errors import QualmsError
 
 @dataclass(frozen=True)
 class Rule:
-    """The allowed values of a parameter, and the conversion, which raises ValueError for others."""
+    """The values that a parameter may have.
+
+    Attributes:
+        allowed: these values in words, for errors.
+        convert: converts an allowed value to plain Python numbers; raises a ValueError for others.
+    """
 
     allowed: str
     convert: Callable[[Any], Any]
 
 
 def check_parameters(owner: Any, called: str, **rules: Rule) -> None:
-    """Check the parameters of a frozen dataclass, and convert NumPy numbers to Python's."""
+    """Check the parameters of a frozen dataclass, and convert NumPy numbers to Python's in place.
+
+    Args:
+        owner: the dataclass instance, in its `__post_init__`.
+        called: what errors call it.
+        rules: the rule of each parameter, by its name.
+
+    Raises:
+        QualmsError: if a value is not allowed.
+    """
     for parameter, rule in rules.items():
         value = vars(owner)[parameter]
         try:
@@ -31,7 +47,7 @@ def check_parameters(owner: Any, called: str, **rules: Rule) -> None:
 
 
 def whole(least: int) -> Rule:
-    """Allow whole numbers from `least` on."""
+    """Create the rule that allows whole numbers from `least` on."""
 
     def convert(value: Any) -> int:
         _require(isinstance(value, Integral) and not isinstance(value, bool))
@@ -82,7 +98,7 @@ def _noise(value: Any) -> float | tuple[float, ...]:
     if not isinstance(value, tuple):
         return _positive(value)
     _require(len(value) > 0)
-    return tuple(_positive(one) for one in value)
+    return tuple(_positive(level) for level in value)
 
 
 FINITE_OR_NONE = Rule(

@@ -1,4 +1,4 @@
-"""Scores at the positions of a model's predictions, one input at a time."""
+"""Scores at the positions of a model's outputs, one input at a time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,13 +48,13 @@ from qualms.result import Scored, require_names
 
 @dataclass(frozen=True)
 class PositionScorer:
-    """Scores a model's predictions at many positions.
+    """Scores the outputs of a model at many positions.
 
     Attributes:
-        model_context: the model.
-        methods: the scores, by name.
-        positions: how answers are read, and which are wanted.
-        class_names: of the model's classes, if they are known.
+        model_context: the model, its settings and caches.
+        methods: the methods by name.
+        positions: how outputs are read, and at which positions scores are wanted.
+        class_names: the names of the model's classes, if they are known.
     """
 
     model_context: ModelContext
@@ -68,12 +68,12 @@ class PositionScorer:
         numbers: Sequence[int],
         position_targets: PositionTargets,
     ) -> Scored:
-        """The scores of each input; NaN, and class -1, at positions that are masked.
+        """Score each input; masked positions have the score NaN and the class -1.
 
         Args:
             batch: the inputs.
-            numbers: of the inputs, which decide their draws.
-            position_targets: what comes beside them.
+            numbers: a number for each input, which decides its random draws.
+            position_targets: the masks, targets and spans of the inputs.
         """
         if self.positions.chosen is None:
             require_positions(self.methods)
@@ -98,13 +98,13 @@ class PositionScorer:
         notes: dict[str, str],
         position_targets: PositionTargets,
     ) -> Scored:
-        """Reduce the scores if that is wanted, and put everything into a `Scored`.
+        """Reduce the scores if `reduce` is set, and create the `Scored`.
 
         Args:
-            table: of all inputs.
-            numbers: of the inputs.
-            notes: by method.
-            position_targets: what comes beside the inputs.
+            table: the predictions and scores of all inputs.
+            numbers: the numbers of the inputs.
+            notes: remarks on the scores, by the name of the method.
+            position_targets: the masks, targets and spans of the inputs.
         """
         scores = {name: table.scores[name] for name in self.methods}
         errors = {name: table.errors[name] for name in self.methods}
@@ -132,8 +132,8 @@ class PositionScorer:
         """Whether the scores of a method are estimates: from tangents, or from a few classes.
 
         Args:
-            name: of the method.
-            errors: standard errors of its scores.
+            name: the name of the method.
+            errors: the standard errors of the method's scores.
         """
         is_sketch = self.model_context.settings.sketch is not None
         if is_sketch and isinstance(self.methods[name], GradientScore):
@@ -146,12 +146,12 @@ class PositionScorer:
         batch: Batch,
         i: int,
     ) -> Int[Tensor, "..."] | None:
-        """The targets of one input, NOWHERE where its positions are masked.
+        """Return the targets of one input, NOWHERE at masked positions; None without targets.
 
         Args:
-            position_targets: of the whole batch.
+            position_targets: the masks, targets and spans of the batch.
             batch: the inputs.
-            i: which of them.
+            i: the index of the input in the batch.
         """
         if position_targets.targets is None:
             return None
@@ -170,10 +170,10 @@ class PositionScorer:
         return targets
 
     def _logits(self, sample: SampleAlone) -> Float[Tensor, "*t c"]:
-        """The logits of one input, at its own positions.
+        """Compute the logits of one input at its positions without padding.
 
         Raises:
-            QualmsError: if they do not fit the names of the classes, or the padding.
+            QualmsError: if the logits do not fit the names of the classes, or the padding.
         """
         model = self.model_context.model
         logits = plain_logits(model, self.positions.class_dim, sample.batch)
@@ -187,12 +187,12 @@ class PositionScorer:
         number: int,
         targets: Int[Tensor, "..."] | None,
     ) -> PositionTable:
-        """The scores at all positions; those that need gradients by the sketch.
+        """Score one input at all positions; gradient scores are estimated by the sketch.
 
         Args:
             sample: the input.
-            number: of the input.
-            targets: its true classes, at positions with the padding.
+            number: the number of the input, which decides its random draws.
+            targets: the true classes at all positions, padding included; None without targets.
         """
         logits = self._logits(sample)
         shape = logits.shape[:-1]
@@ -214,8 +214,8 @@ class PositionScorer:
                 table.scores[name] = value
                 table.errors[name] = error.to(dtype)
             if targets is not None and smooth is None and lam is None:
-                text = sums.of_text()
-                sequence = torch.tensor(torch.nan if text is None else text, dtype=dtype)
+                norm = sums.of_text()
+                sequence = torch.tensor(torch.nan if norm is None else norm, dtype=dtype)
                 table = replace(table, sequence=sequence)
         for name in self.methods:
             table.scores[name] = table.scores[name].to(dtype)
@@ -231,15 +231,17 @@ class PositionScorer:
         expected: ExpectedLogits,
         like: Float[Tensor, "1 c"],
     ) -> TangentSums:
-        """Sketch one input for the scores that share their tangents.
+        """Run all random tangents over one input, for the scores that share these tangents.
 
         Args:
             sample: the input.
-            number: of the input.
+            number: the number of the input, which decides its random draws.
             group: the smoothing and the λ of the scores.
-            targets: classes of a text, whose gradient is measured without smoothing and λ.
-            expected: logits of a plain pass.
-            like: a tensor of the logits' type and device.
+            targets: the true class at each position, for the norm of the gradient of their
+                likelihood; it is measured only in the group without smoothing and λ.
+            expected: a summary of the logits of a plain pass, which the engine compares its own
+                with.
+            like: a tensor with the logits' dtype and device.
         """
         smooth, lam = group
         methods = groups_of(self.methods)[group]
@@ -268,12 +270,12 @@ class PositionScorer:
     def _score_chosen(
         self, sample: SampleAlone, number: int, notes: dict[str, str]
     ) -> PositionTable:
-        """The scores at a few positions, each as a classifier of its own.
+        """Score one input at a few positions; at each, the model is treated as a classifier.
 
         Args:
             sample: the input.
-            number: of the input.
-            notes: by method, where remarks are added.
+            number: the number of the input, which decides its random draws.
+            notes: remarks by the name of the method, to which new ones are added.
         """
         logits = self._logits(sample)
         flat = logits.flatten(0, -2)
@@ -308,11 +310,11 @@ class PositionScorer:
         """Score one position of one input.
 
         Args:
-            table: where the scores go.
+            table: the table of this position, to which scores and errors are added.
             sample: the input.
-            number: of the input.
-            position: without padding.
-            notes: by method, where remarks go.
+            number: the number of the input, which decides its random draws.
+            position: the position, counted without padding.
+            notes: remarks by the name of the method, to which new ones are added.
         """
         context = self.model_context
         class_dim = self.positions.class_dim
@@ -342,15 +344,15 @@ class PositionScorer:
         batch: Batch,
         position_targets: PositionTargets,
     ) -> Bool[Tensor, "b ..."]:
-        """The positions that neither a mask nor a target leaves out.
+        """Find the positions that neither a mask nor an ignored target leaves out.
 
         Args:
-            table: of all inputs.
+            table: the predictions and scores of all inputs.
             batch: the inputs.
-            position_targets: what comes beside them.
+            position_targets: the masks, targets and spans of the inputs.
 
         Raises:
-            QualmsError: if a mask has another shape than the answers.
+            QualmsError: if a mask has another shape than the model's output.
         """
         shape = table.classes.shape[:-1]
         chosen, ignored = self.positions.chosen, self.positions.ignore_index

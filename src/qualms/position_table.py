@@ -1,4 +1,4 @@
-"""`PositionTable`: what is found at the positions of inputs, before it is reduced or reported."""
+"""`PositionTable`: predictions and scores at the positions of inputs, before they are reduced."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,20 +12,21 @@ from qualms.gradients.precision import at_least_float32
 from qualms.methods.at_positions import NOWHERE, blocks
 from qualms.methods.divergence import log_softmax
 
-TOP_CLASSES = 5  # that are kept at every position
+TOP_CLASSES = 5  # the number of classes that are kept at every position
 
 
 @dataclass(frozen=True)
 class PositionTable:
-    """What is found at the positions [*t] of one input, or at those [b, *t] of a batch.
+    """Predictions and scores at the positions [*t] of one input, or [b, *t] of a batch.
 
     Attributes:
-        probs: of the k most probable classes, [*t, k].
+        probs: the probabilities of the k most probable classes, [*t, k].
         classes: the k most probable classes, [*t, k].
-        scores: by method, [*t].
-        errors: standard errors of the scores, by method, [*t].
+        scores: the scores by the name of the method, each [*t].
+        errors: the standard errors of the scores by the name of the method, each [*t].
         target_log_probs: log p of the targets, [*t]; None if there are no targets.
-        sequence: ‖∇θ Σ_t log p(y_t)‖ of the targets, one number for each input.
+        sequence: ‖∇θ Σ_t log p(y_t)‖ of the targets y_t divided by their number, one number for each
+            input; None if it was not computed.
     """
 
     probs: Float[Tensor, "*t k"]
@@ -37,7 +38,7 @@ class PositionTable:
 
     @classmethod
     def of_logits(cls, logits: Float[Tensor, "t c"]) -> "PositionTable":
-        """The most probable classes at each position with their probabilities; no scores yet."""
+        """Create a table of the most probable classes at each position, without scores yet."""
         probs: list[Tensor] = []
         classes: list[Tensor] = []
         for block in blocks(*logits.shape):
@@ -49,10 +50,10 @@ class PositionTable:
         return cls(torch.cat(probs).to(dtype), torch.cat(classes), {}, {})
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "PositionTable":
-        """Change every tensor of positions.
+        """Return the table with a function applied to every tensor that has an axis of positions.
 
         Args:
-            change: applied to each tensor [*t] or [*t, k] in turn.
+            change: the function, from a tensor [*t] or [*t, k] to the new one.
         """
         targets = self.target_log_probs
         return PositionTable(
@@ -65,7 +66,11 @@ class PositionTable:
         )
 
     def hide(self, counted: Bool[Tensor, "b ..."]) -> "PositionTable":
-        """The table with NaN, or class -1, at the positions that are not counted."""
+        """Return the table with NaN, or class -1, at the positions that do not count.
+
+        Args:
+            counted: whether each position counts.
+        """
 
         def hide(values: Tensor) -> Tensor:
             keep = counted if values.ndim == counted.ndim else counted.unsqueeze(-1)
@@ -77,10 +82,10 @@ class PositionTable:
     def join(
         cls, tables: "Sequence[PositionTable]", join: Callable[[list[Tensor]], Tensor]
     ) -> "PositionTable":
-        """Several tables as one.
+        """Join several tables into one.
 
         Args:
-            tables: with the same scores.
+            tables: tables with the scores of the same methods.
             join: `torch.stack` or `torch.cat`.
         """
 
@@ -104,16 +109,16 @@ class PositionTable:
 
 
 def missing_value(values: Tensor) -> float:
-    """What marks positions without a value: NaN, or -1 for classes."""
+    """Return the number that marks masked positions in a tensor: NaN, or -1 for classes."""
     return torch.nan if values.is_floating_point() else -1.0
 
 
 def flatten_targets(targets: Int[Tensor, "..."], shape: torch.Size) -> Int[Tensor, " t"]:
-    """The targets of one input as a vector.
+    """Flatten the targets of one input.
 
     Args:
         targets: a class at each position.
-        shape: of the model's positions.
+        shape: the shape of the positions in the model's output.
 
     Raises:
         QualmsError: if there is not one target for each position.
@@ -129,7 +134,15 @@ def flatten_targets(targets: Int[Tensor, "..."], shape: torch.Size) -> Int[Tenso
 def log_probs_of_targets(
     logits: Float[Tensor, "t c"], targets: Int[Tensor, " t"]
 ) -> Float[Tensor, " t"]:
-    """log p of the target at each position, in double precision; NaN where there is none."""
+    """Compute log p of the target at each position; NaN where there is no target.
+
+    Args:
+        logits: the logits at each position.
+        targets: the class at each position, -100 for none.
+
+    Returns:
+        log p, computed in double precision, in the dtype of the logits but at least float32.
+    """
     is_class = (targets >= 0) & (targets < logits.shape[1])
     wrong = targets[(targets != NOWHERE) & ~is_class]
     if len(wrong):
@@ -142,5 +155,5 @@ def log_probs_of_targets(
         columns = targets[block].clamp_min(0)[:, None]
         log_p = log_softmax(logits[block].double())
         parts.append(log_p.gather(-1, columns)[:, 0])
-    found = torch.where(targets >= 0, torch.cat(parts), torch.nan)
-    return found.to(at_least_float32(logits[:1]).dtype)
+    log_probs = torch.where(targets >= 0, torch.cat(parts), torch.nan)
+    return log_probs.to(at_least_float32(logits[:1]).dtype)

@@ -1,4 +1,6 @@
-"""How a model's predictions at many positions are read: every token of a text, every pixel."""
+"""How the outputs of a model with many positions are read: logits for every token of a text, or for
+every pixel.
+"""
 
 import math
 from collections.abc import Sequence
@@ -20,14 +22,14 @@ _MANY_POSITIONS = "only for models that predict at many positions; pass class_di
 
 
 def next_tokens(ids: Int[Tensor, "b t"], mask: Tensor | None = None) -> Int[Tensor, "b t"]:
-    """The token that follows each token of some texts: the `targets` of a language model.
+    """Return the token that follows each token of some texts: the `targets` of a language model.
 
     Args:
-        ids: the tokens.
-        mask: which of them are not padding, as returned by tokenizers.
+        ids: the token ids of the texts.
+        mask: which tokens are not padding, as returned by tokenizers; None for no padding.
 
     Returns:
-        The following tokens, -100 where there is none.
+        The following token at each position, -100 where there is none.
 
     Example:
         ```python
@@ -47,11 +49,12 @@ def next_tokens(ids: Int[Tensor, "b t"], mask: Tensor | None = None) -> Int[Tens
 
 @dataclass(frozen=True)
 class Positions:
-    """How a model's predictions are read, and which of them are used.
+    """How a model's outputs at many positions are read, and at which positions scores are wanted.
 
     Attributes:
         class_dim: the axis of the classes in the model's logits.
-        reduce: how scores at positions become one number; None keeps them all.
+        reduce: how the scores of an input's positions become one number; None keeps a score for each
+            position.
         chosen: the positions that are wanted, counted row by row; None for all.
         ignore_index: a target that marks positions which do not count.
     """
@@ -69,12 +72,14 @@ class Positions:
         chosen: Sequence[int] | None,
         ignore_index: int | None,
     ) -> "Positions | None":
-        """Check the arguments of a `Scorer`; None for a model with one answer for each input.
+        """Check the arguments of a `Scorer`, and collect them.
+
+        The result is None if the model gives one output for each input, so without `class_dim`.
 
         Args:
-            class_dim: the axis of the classes.
-            reduce: how scores at positions become one number.
-            chosen: the positions that are wanted.
+            class_dim: the axis of the classes in the model's logits.
+            reduce: how the scores of an input's positions become one number.
+            chosen: the positions that are wanted; None for all.
             ignore_index: a target that marks positions which do not count.
         """
         require_reduction(reduce)
@@ -96,7 +101,11 @@ class Positions:
         return cls(class_dim, reduce, tuple(chosen), ignore_index)
 
     def engine(self, asked: Engine | Sketch | None) -> Engine | Sketch:
-        """The engine for these positions: the sketch for all of them, any for a few."""
+        """Choose the engine: the sketch for scores at all positions, any engine for a few positions.
+
+        Args:
+            asked: the `engine` argument of `Scorer`.
+        """
         if self.chosen is not None:
             if asked == "auto":
                 raise QualmsError(
@@ -115,12 +124,12 @@ class Positions:
 
 @dataclass(frozen=True)
 class PositionTargets:
-    """The arguments that accompany the inputs, with one entry per input.
+    """The mask, targets and spans that come with the inputs, each with one entry for each input.
 
     Attributes:
-        mask: which positions count.
-        targets: their true classes.
-        spans: (start, end) of spans of tokens that get one score each.
+        mask: which positions count; None for all.
+        targets: the true class at each position, if known.
+        spans: (start, end) of each span of tokens that gets one score; None without spans.
     """
 
     mask: Any = None
@@ -128,7 +137,7 @@ class PositionTargets:
     spans: Spans | None = None
 
     def require_use(self, positions: Positions | None) -> None:
-        """Raise an error if any of it would be ignored."""
+        """Raise an error if the mask, the targets or the spans would be ignored."""
         if positions is None:
             if any(entry is not None for entry in self._by_name().values()):
                 raise QualmsError(f"mask, targets and spans are {_MANY_POSITIONS}")
@@ -146,7 +155,7 @@ class PositionTargets:
             )
 
     def require_all(self, inputs: int) -> None:
-        """Raise an error if there are entries for more inputs than `inputs`."""
+        """Raise an error if there are entries for more than `inputs` inputs."""
         for name, entries in self._by_name().items():
             if entries is not None and len(entries) > inputs:
                 raise QualmsError(
@@ -155,7 +164,7 @@ class PositionTargets:
                 )
 
     def part(self, start: int, end: int) -> "PositionTargets":
-        """The entries of inputs `start` to `end - 1`, as tensors."""
+        """Return the entries of inputs `start` to `end - 1`, as tensors."""
         for name, entries in self._by_name().items():
             if entries is not None and len(entries) < end:
                 raise QualmsError(
@@ -194,40 +203,40 @@ def reduce_positions(
     reduce: str | float,
     spans: Spans | None = None,
 ) -> Float[Tensor, "n ..."]:
-    """One number for each input, or for each of its spans.
+    """Reduce scores at positions to one number for each input, or for each span of an input.
 
-    Positions that are NaN, since they are masked, do not count; where no other is left, the number
-    is NaN.
+    Masked positions, whose scores are NaN, do not count; if all positions are masked, the number is
+    NaN.
 
     Args:
-        values: scores at positions.
+        values: the scores at the positions of n inputs.
         reduce: `mean`, `max`, `sum`, or a quantile q between 0 and 1.
         spans: (start, end) of each span of each input, in tokens, the end excluded.
 
     Returns:
-        [n], or [n, s] with spans, NaN after an input's last one.
+        Numbers of shape [n]; with spans [n, s], NaN after an input's last span.
     """
     require_reduction(reduce)
     if spans is None:
-        return torch.stack([_reduce(of_input.flatten(), reduce) for of_input in values])
+        return torch.stack([_reduce(scores.flatten(), reduce) for scores in values])
     _require_spans(spans, values)
-    longest = max((len(of_input) for of_input in spans), default=0)
-    found = values.new_full((len(values), longest), math.nan)
-    for i, of_input in enumerate(spans):
-        for j, (start, end) in enumerate(of_input):
-            found[i, j] = _reduce(values[i, start:end], reduce)
-    return found
+    max_spans = max((len(input_spans) for input_spans in spans), default=0)
+    reduced = values.new_full((len(values), max_spans), math.nan)
+    for i, input_spans in enumerate(spans):
+        for j, (start, end) in enumerate(input_spans):
+            reduced[i, j] = _reduce(values[i, start:end], reduce)
+    return reduced
 
 
 def _require_spans(spans: Spans, values: Float[Tensor, "n ..."]) -> None:
-    """Raise an error unless all spans lie within the inputs that have these values."""
+    """Raise an error unless all spans lie within the inputs with these scores."""
     if values.ndim != 2 or len(spans) != len(values):
         raise QualmsError(
             f"there are spans for {len(spans)} inputs, but scores of shape {tuple(values.shape)}; "
             "pass one list of (start, end) pairs per text."
         )
-    for of_input in spans:
-        for span in of_input:
+    for input_spans in spans:
+        for span in input_spans:
             if len(span) != 2:
                 raise QualmsError(
                     "a span is not a pair of numbers; pass one list of (start, end) pairs per text."
@@ -241,6 +250,7 @@ def _require_spans(spans: Spans, values: Float[Tensor, "n ..."]) -> None:
 
 
 def _reduce(values: Float[Tensor, " t"], reduce: str | float) -> Float[Tensor, ""]:
+    """Reduce scores without NaN to one number; NaN if none is left."""
     live = values[~values.isnan()]
     if len(live) == 0:
         return values.new_tensor(math.nan)

@@ -1,4 +1,4 @@
-"""How far a long run is: callbacks, and a line on the terminal.
+"""Report how far a long run is: by callbacks, or by a line on the terminal.
 
 The line is printed without rich, which the library does not need; the commands use rich's bars.
 """
@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-ProgressFn = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
+ProgressFn = Callable[
+    [str, int, int], None
+]  # called with the kind of work, how much is done, of how much
 Progress = bool | Callable[[int], None]  # True for a line on the terminal, or called with a count
 
 
@@ -18,7 +20,7 @@ class ProgressLine:
 
     Args:
         progress: Called with the number of inputs; or True to print a line on a terminal.
-        total: How many there are; None if that is not known.
+        total: The number of inputs; None if it is not known.
         started: When the work started, in seconds of the monotonic clock.
     """
 
@@ -46,22 +48,22 @@ class ProgressLine:
             self._print(f"{done}{of} inputs scored{speed}")
 
     def end(self) -> None:
-        """Keep the line as it is, and begin the next one."""
+        """Leave the line on the terminal, and begin the next one."""
         if self.has_terminal:
             print(file=sys.stderr, flush=True)
 
     def _print(self, text: str) -> None:
-        """Replace the line."""
+        """Replace the line on the terminal."""
         print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
 
 
 def pace(done: int, total: int | None, seconds: float) -> str:
-    """Return `, 12.3/s, 1:05 left`, or as much of it as is known.
+    """Format the speed and the time left, such as `, 12.3/s, 1:05 left`, as far as they are known.
 
     Args:
-        done: How many inputs were done.
-        total: How many there are; None if that is not known.
-        seconds: How long it took.
+        done: The number of inputs that are done.
+        total: The number of inputs in all; None if it is not known.
+        seconds: The time that the work took so far.
     """
     if not done or seconds <= 0:
         return ""

@@ -29,10 +29,10 @@ class Provenance:
         network: a digest of the weights.
         engine: the engine that computed the gradients, with its options.
         layers: what `+layers` counts: `module`, `tensor` or `block`.
-        norm: of the gradients, `l2` or `l1`.
+        norm: the norm of the gradients, `l2` or `l1`.
         params: a digest of the names of the parameters that count; None for all of them.
         tolerance: the relative standard error that was allowed.
-        seed: of the random draws.
+        seed: the seed of the random draws.
     """
 
     method: str
@@ -46,7 +46,7 @@ class Provenance:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Provenance":
-        """The inverse of `dataclasses.asdict`, for values read from a file.
+        """Create a provenance from what `dataclasses.asdict` returned, as read from a file.
 
         Raises:
             TypeError: if a key is unknown or missing.
@@ -89,11 +89,11 @@ def describe_scores(
     members: Iterable[nn.Module] = (),
     positions: object = None,
 ) -> Provenance:
-    """The provenance of the scores that a method computes.
+    """Describe how a method's scores are computed, so that scores can be compared.
 
     Args:
         model: the model that is scored, not compiled.
-        method: with its parameters.
+        method: the method with its parameters.
         settings: how gradients are computed.
         members: further models, for `ensemble`.
         positions: which positions are scored, if the model answers at many; its `repr` counts.
@@ -101,7 +101,7 @@ def describe_scores(
     Returns:
         What must be equal for two sets of scores to be comparable.
     """
-    network = "+".join(fingerprint(one) for one in (model, *members))
+    network = "+".join(fingerprint(member) for member in (model, *members))
     description = repr(method)
     if positions is not None:
         description += f" at {positions}"
@@ -112,7 +112,7 @@ def describe_scores(
     if settings.sketch is not None:
         engine = repr(settings.sketch)
     if not isinstance(method, GradientScore) and engine in ("auto", "exact"):
-        # It uses no engine, or always the exact one.
+        # The method uses no engine, or always the exact one.
         engine, tolerance = "exact", 0.0
     params = None
     if settings.params is not None:
@@ -130,7 +130,7 @@ def describe_scores(
 
 
 def finite_float(number: Any) -> float:
-    """A number from a file as a float.
+    """Convert a number from a file to a float, and check that it is finite.
 
     Raises:
         ValueError: if it is not a number, or not finite.
@@ -141,7 +141,7 @@ def finite_float(number: Any) -> float:
 
 
 def _digest_names(names: Iterable[str]) -> str:
-    """Identify parameters by their names: a function that selects them has none to compare."""
+    """Hash the names of the selected parameters: a function that selects them cannot be compared."""
     names = list(names)
     digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
     return f"{len(names)} parameters, {digest}"

@@ -29,9 +29,9 @@ class Scored:
             classes).
         probs: p(y | x).
         ids: the inputs' numbers, or names in their place.
-        class_names: of the columns of `probs`, if they are known.
+        class_names: the names of the classes, in the order of the logits, if they are known.
         threshold: the highest score of the first method that is accepted, if there is one.
-        sketched: the methods whose scores are estimates, with standard errors.
+        sketched: the names of the methods whose scores are estimates, with standard errors.
         notes: remarks of methods on their scores, such as that `heat` is the entropy here.
         classes: which classes the columns of `probs` belong to, if these are not all: the likeliest
             ones at each position, and -1 where a position is masked and its scores are NaN.
@@ -94,7 +94,7 @@ class Scored:
 
     @property
     def percentile(self) -> Float[Tensor, "n ..."]:
-        """What percentage of the scores that the threshold was calibrated on is lower."""
+        """The percentage of the threshold's calibration scores that is lower than each score."""
         if self.threshold is None:
             raise QualmsError(
                 "there is no threshold to compare inputs with; pass threshold= to Scorer."
@@ -112,7 +112,7 @@ class Scored:
         return len(self.probs)
 
     def __getitem__(self, index: Any) -> "Scored":
-        """Some of the inputs: a slice, a mask, or a list of their positions."""
+        """Select some of the inputs by a slice, a mask, or a list of their positions."""
         positions = _positions_of(index, len(self))
         at = torch.tensor(positions, dtype=torch.long, device=self.probs.device)
         return replace(
@@ -136,7 +136,7 @@ class Scored:
         Texts shorter than the longest are padded with masked positions.
 
         Args:
-            parts: at least one, with the same methods, classes and threshold.
+            parts: one or more parts, with the same methods, classes and threshold.
         """
         parts = list(parts)
         if not parts:
@@ -173,7 +173,7 @@ class Scored:
 
     @property
     def _kind(self) -> tuple[object, ...]:
-        """What all parts of one result have in common."""
+        """What two parts must have in common to be concatenated."""
         kind = (
             tuple(self.scores),
             self.probs.shape[-1],
@@ -186,7 +186,7 @@ class Scored:
         return (*kind, *has_optional) if any(has_optional) else kind
 
     def columns(self) -> Table:
-        """A table with a row for each input, by column.
+        """Create a table with a row for each input, as lists by the name of the column.
 
         The columns are `id`, `prediction`, `confidence` and `score_METHOD` for each method; a score
         that is an estimate is followed by its standard error, `error_METHOD`. With a threshold come
@@ -221,14 +221,14 @@ class Scored:
         return table
 
     def to_arrow(self) -> Any:
-        """`columns()` as a `pyarrow.Table`."""
+        """Convert `columns()` to a `pyarrow.Table`."""
         try:
             import pyarrow
         except ImportError:
             raise QualmsError(
                 "to_arrow needs pyarrow; pip install '.[app]' in a clone of qualms."
             ) from None
-        has_numbers = all(isinstance(one, int) for one in self.ids)
+        has_numbers = all(isinstance(input_id, int) for input_id in self.ids)
         types = dict.fromkeys(("position", "row", "column", "span"), pyarrow.int64())
         types["id"] = pyarrow.int64() if has_numbers else pyarrow.string()
         types["prediction"] = pyarrow.string() if self.class_names else pyarrow.int64()
@@ -239,7 +239,7 @@ class Scored:
         return pyarrow.table(arrays)
 
     def to_pandas(self) -> Any:
-        """`columns()` as a `pandas.DataFrame`, with ids as its index."""
+        """Convert `columns()` to a `pandas.DataFrame`, with ids as its index."""
         try:
             import pandas
         except ImportError:
@@ -256,18 +256,18 @@ def require_names(names: tuple[str, ...] | None, num_classes: int) -> None:
 
 
 def _name_classes(classes: list[Any], names: tuple[str, ...]) -> list[Any]:
-    """The names of classes in nested lists; None for -1."""
+    """Replace class numbers in nested lists by their names, and -1 by None."""
     named: list[Any] = []
-    for one in classes:
-        if isinstance(one, list):
-            named.append(_name_classes(one, names))
+    for entry in classes:
+        if isinstance(entry, list):
+            named.append(_name_classes(entry, names))
         else:
-            named.append(names[one] if one >= 0 else None)
+            named.append(names[entry] if entry >= 0 else None)
     return named
 
 
 def _name_axes(ndim: int, has_predictions: bool) -> tuple[str, ...]:
-    """The names of the axes of scores beyond the first."""
+    """Name the axes of scores after the first, which counts the inputs."""
     if not has_predictions:
         return ("span",)[: ndim - 1]
     known: dict[int, tuple[str, ...]] = {1: (), 2: ("position",), 3: ("row", "column")}
@@ -279,7 +279,11 @@ def _take(tensor: Tensor | None, at: Tensor) -> Tensor | None:
 
 
 def _join(parts: Sequence[Any]) -> Any:
-    """Concatenate tensors or Nones; pad where second axes (tokens) differ in length."""
+    """Concatenate tensors; if they differ in length on the second axis (tokens), pad the shorter ones.
+
+    Returns:
+        The tensor; None if the parts are None.
+    """
     if parts[0] is None:
         return None
     if len({t.shape[1:] for t in parts}) == 1:
@@ -294,27 +298,32 @@ def _join(parts: Sequence[Any]) -> Any:
 
 
 def _pad(t: Tensor, length: int) -> Tensor:
-    """Masked positions up to a length: NaN, or class -1."""
+    """Pad the second axis to a length with masked positions: NaN, or class -1."""
     missing = torch.nan if t.is_floating_point() else -1
-    whole = t.new_full((len(t), length, *t.shape[2:]), missing)
-    whole[:, : t.shape[1]] = t
-    return whole
+    padded = t.new_full((len(t), length, *t.shape[2:]), missing)
+    padded[:, : t.shape[1]] = t
+    return padded
 
 
 def _positions_of(index: Any, length: int) -> list[int]:
-    """The positions that a slice, a mask or a list of positions selects."""
+    """Convert a slice, a mask or a list of positions to the list of selected positions.
+
+    Args:
+        index: the slice, mask or list.
+        length: the number of inputs.
+    """
     if isinstance(index, slice):
         return list(range(length))[index]
-    found = np.asarray(index.cpu() if isinstance(index, Tensor) else index)
-    if found.size == 0 and found.ndim == 1:
-        found = found.astype(int)
-    is_mask = found.dtype.kind == "b" and found.shape == (length,)
-    is_list = found.dtype.kind in "iu" and found.ndim == 1
+    array = np.asarray(index.cpu() if isinstance(index, Tensor) else index)
+    if array.size == 0 and array.ndim == 1:
+        array = array.astype(int)
+    is_mask = array.dtype.kind == "b" and array.shape == (length,)
+    is_list = array.dtype.kind in "iu" and array.ndim == 1
     if is_list:
-        is_list = not bool(((found < -length) | (found >= length)).any())
+        is_list = not bool(((array < -length) | (array >= length)).any())
     if not is_mask and not is_list:
         raise QualmsError(
             f"a Scored of {length} inputs cannot be indexed by {index!r}; pass a slice, a mask of "
             "as many entries or a list of positions, or [3:4] or [[3]] for one input."
         )
-    return [int(i) for i in np.arange(length)[found]]
+    return [int(i) for i in np.arange(length)[array]]

@@ -1,4 +1,4 @@
-"""Scores of a model that gives one answer for each input, for one batch."""
+"""Scores of one batch by a model that gives one output for each input."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,12 +13,12 @@ from qualms.result import Scored
 def score_samples(
     context: BatchContext, methods: Mapping[str, Method], numbers: Sequence[int]
 ) -> Scored:
-    """The scores of the inputs of one batch by all methods.
+    """Compute the scores of one batch by all methods.
 
     Args:
         context: the model with the batch, whose passes the methods share.
-        methods: by name. Methods that are equal are computed once.
-        numbers: of the inputs; an error about an input names its number.
+        methods: the methods by name. Methods that are equal are computed once.
+        numbers: a number for each input, which errors about the input name.
     """
     computed: dict[Method, Estimate] = {}
     for method in methods.values():

@@ -34,16 +34,16 @@ from qualms.result import Scored, require_names
 from qualms.sample_scores import score_samples
 from qualms.threshold import Threshold
 
-PIXEL_MARGIN = 0.05  # beyond [0, 1], by which resized pixels may overshoot
+PIXEL_MARGIN = 0.05  # how far resized pixels may lie outside of [0, 1]
 
 
 class Scorer:
     """Scores batches of inputs of one model, by one or several methods.
 
-    A scorer keeps what can be used again for further batches: what methods learn from training
-    data, the random tangents of the sketch, the engine that `auto` picks, and what the engines find
-    out about the model on its first batch. If the model's weights change between two calls, all of
-    this but the engine is found anew.
+    A scorer keeps what further batches can use again: what methods fit to training data, the random
+    tangents of the sketch, the engine that `auto` picks, and what the engines learn about the model
+    on its first batch. If the model's weights change between two calls, all of this but the choice
+    of engine is computed anew.
 
     The model is left unchanged. During a call it is in evaluation mode, so nothing else should run
     it then. Several threads may score; they take turns.
@@ -93,7 +93,7 @@ class Scorer:
             train: training inputs, an iterable of batches, for the methods that need them. If the
                 batches are pairs of inputs and labels, `mahalanobis` and `quam` use the labels;
                 else the model's predictions stand in for them.
-            models: further members, for `ensemble`.
+            models: further models, the other members of the `ensemble`.
             engine: how class gradients are computed. `auto`, the default, is `exact` where that
                 takes at most 60 forward passes a sample, as counted, and else estimates from some
                 of the classes, with a standard error of 3 %. `exact` is exact; `sketch` estimates
@@ -167,8 +167,8 @@ class Scorer:
                 (labels are ignored).
             first: the number of the first input, which decides its draws; pass it where `x`
                 continues another call.
-            numbers: of all inputs, in place of first, first + 1, …: an input that keeps its number
-                keeps its draws.
+            numbers: a number for each input, in place of first, first + 1, …: an input that keeps its
+                number keeps its random draws.
             mask: for models that answer at many positions, which of them to score, [inputs,
                 *positions]; the others are NaN, as is padding by an `attention_mask` in `x`.
             targets: the true class at each position, -100 where there is none (see `next_tokens`).
@@ -191,15 +191,15 @@ class Scorer:
         targets: Any = None,
         spans: Spans | None = None,
     ) -> Iterator[Scored]:
-        """Score one batch after the other, so that a long run can save partial results.
+        """Score one batch after the other, so that a long run can save its results as it goes.
 
         Args:
-            batches: as `x` of a call.
-            first: as for a call.
-            numbers: as for a call.
-            mask: as for a call.
-            targets: as for a call.
-            spans: as for a call.
+            batches: the inputs, as `x` of `__call__`.
+            first: the number of the first input, as for `__call__`.
+            numbers: a number for each input, as for `__call__`.
+            mask: which positions to score, as for `__call__`.
+            targets: the true class at each position, as for `__call__`.
+            spans: the spans of each text, as for `__call__`.
 
         Yields:
             The scores of each batch, as soon as they are computed.
@@ -213,15 +213,15 @@ class Scorer:
         end = 0
         for start, batch in numbered_batches(batches, unwrap_compiled(self.model)):
             end = start + num_samples(batch)
-            own_numbers: Sequence[int] = range(first + start, first + end)
+            batch_numbers: Sequence[int] = range(first + start, first + end)
             if numbers is not None:
                 _require_numbers(numbers, end)
-                own_numbers = numbers[start:end]
+                batch_numbers = numbers[start:end]
             if self._positions is None:
-                yield self._score_batch(batch, own_numbers)
+                yield self._score_batch(batch, batch_numbers)
             else:
-                own_targets = position_targets.part(start, end)
-                yield self._score_positions(self._positions, batch, own_numbers, own_targets)
+                batch_targets = position_targets.part(start, end)
+                yield self._score_positions(self._positions, batch, batch_numbers, batch_targets)
         position_targets.require_all(end)
         if numbers is not None and len(numbers) > end:
             raise QualmsError(
@@ -247,7 +247,7 @@ class Scorer:
         """Decide now what `engine="auto"` would decide on the first batch.
 
         Args:
-            x: inputs like those that will be scored; the first batch of them is looked at.
+            x: inputs like those that will be scored; only the first batch is used.
 
         Returns:
             The settings, with the engine that all further batches use.
@@ -259,10 +259,11 @@ class Scorer:
         return self.settings
 
     def price(self, x: Any) -> Price:
-        """What the scores of one input like those of `x` cost, counted after a look at the first.
+        """Count what the scores of one input cost.
 
         Args:
-            x: as for a call.
+            x: inputs like those that will be scored, as for `__call__`; only the first input is
+                used.
         """
         validate_model(self.model)
         batch = take_samples(next(batches(x, unwrap_compiled(self.model))), slice(0, 1))
@@ -278,11 +279,11 @@ class Scorer:
             return price_of(context, self.methods.values())
 
     def _score_batch(self, batch: Batch, numbers: Sequence[int]) -> Scored:
-        """The scores of a model that gives one answer for each input.
+        """Score a batch by a model that gives one output for each input.
 
         Args:
-            batch: of inputs.
-            numbers: of those inputs.
+            batch: the inputs.
+            numbers: the numbers of the inputs.
         """
         with self._open_model(batch) as model_context:
             context = BatchContext(model_context, batch, numbers)
@@ -302,13 +303,13 @@ class Scorer:
         numbers: Sequence[int],
         position_targets: PositionTargets,
     ) -> Scored:
-        """The scores of a model that answers at many positions.
+        """Score a batch by a model that gives outputs at many positions.
 
         Args:
-            positions: how its answers are read, and which are wanted.
-            batch: of inputs.
-            numbers: of those inputs.
-            position_targets: of those inputs.
+            positions: how outputs are read, and at which positions scores are wanted.
+            batch: the inputs.
+            numbers: the numbers of the inputs.
+            position_targets: the masks, targets and spans of the inputs.
         """
         with self._open_model(batch) as model_context:
             scorer = PositionScorer(model_context, self.methods, positions, self.class_names)
@@ -317,7 +318,7 @@ class Scorer:
 
     @contextmanager
     def _open_model(self, batch: Batch) -> Iterator[ModelContext]:
-        """The model in evaluation mode with its cached context; rebuilt if its weights changed."""
+        """Inside, the model is in evaluation mode; caches are emptied first if its weights changed."""
         with preserve_state(self.model) as inner:
             state = entry_fingerprint(inner)
             if self._model_state != state:
@@ -336,7 +337,7 @@ class Scorer:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for copies and other processes, without caches that hold tensors of a graph."""
+        """Leave the caches out of copies and pickles, since they hold tensors of a graph."""
         return {**vars(self), "_cache": PlanCache(), "_method_cache": {}, "_model_state": None}
 
     def _first_method(self) -> Method:
@@ -352,14 +353,14 @@ class Scorer:
         return self.settings.engine == "auto" and isinstance(self._first_method(), GradientScore)
 
     def _runs_exact_engine(self) -> bool:
-        """Whether the exact engine runs the inputs themselves, so that logits can be compared."""
+        """Whether the exact engine will run the inputs, so that its logits can be compared."""
         may_be_exact = self.settings.engine_name in ("exact", "auto")
         if may_be_exact and self._gradient_methods():
             return True
         return any(method.always_exact for method in self.methods.values())
 
     def _resolve_engine(self, context: BatchContext) -> None:
-        """Decide what `auto` leaves open, by counted work, if any score needs an engine."""
+        """Replace the engine `auto` by a choice that counts the work, if any score needs an engine."""
         if self.settings.engine != "auto" or not self._gradient_methods():
             return
         model_context = context.model_context
@@ -389,10 +390,10 @@ class Scorer:
         """
         if self.threshold is None or self.threshold.provenance is None:
             return
-        calibrated, own = self.threshold.provenance, self._describe_scores()
+        calibrated, current = self.threshold.provenance, self._describe_scores()
         if self._is_engine_open:
-            own = replace(own, engine=calibrated.engine, tolerance=calibrated.tolerance)
-        calibrated.require_same(own)
+            current = replace(current, engine=calibrated.engine, tolerance=calibrated.tolerance)
+        calibrated.require_same(current)
 
     def _warn_of_units(self, batch: Batch) -> None:
         """Warn once if noise is meant for pixels, and the inputs are images in other units."""

@@ -32,8 +32,8 @@ from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT, in_pixels, parse
 from qualms.progress import Progress
 
-# A distance between gradients is then off by 1/sqrt(2 * 64) or 9 %, less if classes err
-# independently.
+# With 64 tangents the standard error of a distance between gradients is 1/sqrt(2 * 64) or 9 %, or
+# less if the errors of the classes are independent.
 DIVERSITY_TANGENTS = 64
 SHUFFLING_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -48,14 +48,14 @@ def select(
     progress: Progress = False,
     **options: Unpack[ScorerOptions],
 ) -> Int[Tensor, " k"]:
-    """The indices of the k inputs of a pool to label next.
+    """Select the k inputs of a pool to label next.
 
     Args:
         model: any classifier that returns logits. It is left unchanged; evaluation mode is used
             inside.
         pool: a tensor or array, a tuple or dict of them, an iterable of batches or a torch dataset
             (labels are ignored).
-        k: how many to select.
+        k: the number of inputs to select.
         method: a spec or a method object; the paper's REGrad* by default.
         diversity: None takes the k most uncertain, the most uncertain first, equal ones in the
             pool's order. A number r >= 1 makes the r·k most uncertain candidates, of which k are
@@ -112,7 +112,7 @@ def select(
 
 
 def _require_pool(pool: Any, k: int) -> None:
-    """Raise an error if k is invalid, or the pool's order changes between passes."""
+    """Raise an error if k is not a positive integer, or if the pool is a loader that shuffles."""
     if not isinstance(k, int) or k < 1:
         raise QualmsError(f"k={k!r} is invalid; pass the number of inputs to select, 1 or more.")
     if isinstance(pool, DataLoader):
@@ -128,10 +128,10 @@ def _require_diversity(diversity: int | float, pool: Any, method: Method, norm: 
     """Raise an error if a diverse selection is impossible.
 
     Args:
-        diversity: candidates for each pick.
-        pool: has to be read twice.
-        method: has to have gradients.
-        norm: of the gradients; distances are L2.
+        diversity: the number of candidates for each pick.
+        pool: the pool, which has to be readable twice.
+        method: the method, which has to be a gradient score.
+        norm: the norm of the gradients, which has to be l2.
     """
     if not isinstance(diversity, (int, float)) or not 1 <= diversity < math.inf:
         raise QualmsError(
@@ -149,7 +149,7 @@ def _require_diversity(diversity: int | float, pool: Any, method: Method, norm: 
 
 
 def require_gradients(method: Method) -> None:
-    """Raise an error for methods that have no gradients by which inputs could differ."""
+    """Raise an error unless a method is a gradient score, whose gradients can be compared."""
     if not isinstance(method, GradientScore):
         raise QualmsError(
             f"diversity needs a gradient score, such as {DEFAULT!r}, but {method.name} is not one."
@@ -164,50 +164,61 @@ def _require_size(k: int, num_inputs: int) -> None:
 def gradient_features(
     model: nn.Module, pool: Any, chosen: Sequence[int], method: GradientScore, settings: Settings
 ) -> Float[Tensor, "n f"]:
-    """φ(x) = [w_c ⟨s_j, g_c(x)⟩]_{c,j} / sqrt(k), with s_j the k random tangents of the sketch.
+    """Compute features of inputs whose distances estimate those between the inputs' gradients.
+
+    φ(x) = [w_c ⟨s_j, g_c(x)⟩]_{c,j} / sqrt(k), with s_j the k random tangents of the sketch.
 
     ‖φ(x) - φ(x')‖² estimates Σ_c ‖w_c g_c(x) - w'_c g_c(x')‖², w_c the weight that the score gives
-    to the gradient g_c of class c; a score of one gradient has that alone. `+layers` weighs the
-    layers of each g_c, `+smooth` averages it.
+    to the gradient g_c of class c (a score of a single gradient has one g). `+layers` weights the
+    layers of each g_c; `+smooth` averages g_c over perturbed inputs.
 
     Args:
-        model: that is scored.
-        pool: as for `select`.
-        chosen: the indices of the inputs, in any order.
-        method: whose gradients are compared.
-        settings: with a sketch as the engine.
+        model: the classifier.
+        pool: the pool, as `select` takes it.
+        chosen: the indices of the inputs in the pool, in any order.
+        method: the score whose gradients are compared.
+        settings: how gradients are computed, with a sketch as the engine.
 
     Returns:
-        A row for each chosen input, in their order.
+        A row of features for each index in `chosen`, in this order.
     """
     numbers: list[int] = []
     parts: list[Tensor] = []
     cache, directions = PlanCache(), Directions((method.direction,))
     with preserve_state(model) as inner:
-        for own_numbers, batch in _gather(pool, inner, set(chosen)):
+        for batch_numbers, batch in _gather(pool, inner, set(chosen)):
             request = GradientRequest(
-                inner, batch, own_numbers, settings, directions, method.smooth
+                inner, batch, batch_numbers, settings, directions, method.smooth
             )
-            for found, logits in project_gradients(request, method.layers, cache):
+            for projected, logits in project_gradients(request, method.layers, cache):
                 weights = method.weights_at(logits)
-                projections = weights * found.values / math.sqrt(len(found.values))
+                projections = weights * projected.values / math.sqrt(len(projected.values))
                 parts.append(projections.movedim(0, -1).flatten(1).float())
-            numbers += own_numbers
+            numbers += batch_numbers
     rows = {number: row for row, number in enumerate(numbers)}
     return torch.cat(parts)[[rows[number] for number in chosen]]
 
 
 def _gather(pool: Any, model: nn.Module, chosen: set[int]) -> Iterator[tuple[list[int], Batch]]:
-    """The chosen inputs with their numbers, those of equal shapes in one batch."""
+    """Collect the chosen inputs of a pool, those of equal shapes in one batch.
+
+    Args:
+        pool: the pool, as `select` takes it.
+        model: the classifier, which decides how batches are read.
+        chosen: the indices of the inputs in the pool.
+
+    Yields:
+        The indices of the inputs of a batch, and the batch.
+    """
     by_shape: dict[Any, tuple[list[int], list[Batch]]] = {}
     for first, batch in numbered_batches(pool, model):
-        here = [i for i in range(num_samples(batch)) if first + i in chosen]
-        if not here:
+        in_batch = [i for i in range(num_samples(batch)) if first + i in chosen]
+        if not in_batch:
             continue
-        part = take_samples(batch, here)
+        part = take_samples(batch, in_batch)
         shapes = tuple(t.shape[1:] for t in batch_tensors(part))
         numbers, parts = by_shape.setdefault(shapes, ([], []))
-        numbers.extend(first + i for i in here)
+        numbers.extend(first + i for i in in_batch)
         parts.append(part)
     for numbers, parts in by_shape.values():
         columns = zip(*map(batch_tensors, parts), strict=True)
@@ -215,9 +226,13 @@ def _gather(pool: Any, model: nn.Module, chosen: set[int]) -> Iterator[tuple[lis
 
 
 def k_center(features: Float[Tensor, "n f"], k: int) -> list[int]:
-    """Greedy k-center: row 0, then always the row farthest from all picked so far.
+    """Pick k rows by greedy k-center: row 0, then always the row farthest from all picked so far.
 
     Of equally far rows the first is picked.
+
+    Args:
+        features: the rows.
+        k: the number of rows to pick, at most n.
     """
 
     def distances(row: int) -> Float[Tensor, " n"]:
@@ -225,7 +240,7 @@ def k_center(features: Float[Tensor, "n f"], k: int) -> list[int]:
 
     picked, nearest = [0], distances(0)
     while len(picked) < k:
-        nearest[picked[-1]] = -1  # no row twice, not even among duplicates
+        nearest[picked[-1]] = -1  # so that no row is picked twice, even if others equal it
         picked.append(int((nearest == nearest.max()).nonzero()[0]))
         nearest = torch.minimum(nearest, distances(picked[-1]))
     return picked

@@ -16,7 +16,7 @@ from qualms.errors import QualmsError, warn_renamed
 from qualms.metrics.binomial import binomial_cdf, least_inputs
 from qualms.provenance import Provenance, finite_float
 
-REFERENCE_SCORES = 1001  # that a threshold keeps, for percentiles to a tenth of a percent
+REFERENCE_SCORES = 1001  # scores that a threshold keeps, for percentiles to a tenth of a percent
 # Coverages that are tried for a risk with a confidence, from all inputs to a tenth of them.
 COVERAGES = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 _ROUNDING = 1e-9  # keeps 0.95 * 100 from asking for 96 of 100
@@ -29,10 +29,11 @@ class Threshold:
     Args:
         value: the highest score that is accepted.
         samples: the number of scores that it was calibrated on.
-        rule: how it was calibrated, in words.
-        provenance: how those scores were computed (`Scorer.provenance`). A `Scorer` refuses a
-            threshold whose provenance is not its own.
-        reference: those scores, sorted; of many, 1001 at equal distances of rank.
+        rule: how the threshold was calibrated, in words.
+        provenance: how the calibration scores were computed (`Scorer.provenance`). A `Scorer`
+            refuses a threshold whose provenance differs from that of its scores.
+        reference: the calibration scores, sorted; if there are more than 1001, that many of them at
+            equal distances of rank.
 
     Example:
         ```python
@@ -70,10 +71,10 @@ class Threshold:
         provenance: Provenance | None = None,
         made_by: Provenance | None = None,
     ) -> "Threshold":
-        """The smallest threshold that accepts at least this share of the scores.
+        """Calibrate the smallest threshold that accepts at least this share of the scores.
 
         Args:
-            scores: of inputs that the model knows, such as a validation set.
+            scores: the scores of inputs that the model knows, such as a validation set.
             coverage: the share to accept, above 0 and at most 1.
             provenance: how the scores were computed, for a `Scorer` to compare.
             made_by: deprecated; use `provenance`.
@@ -101,27 +102,23 @@ class Threshold:
         provenance: Provenance | None = None,
         made_by: Provenance | None = None,
     ) -> "Threshold":
-        """The largest threshold at which the accepted inputs are wrong at most at a rate of `risk`.
+        """Calibrate the largest threshold at which at most a share `risk` of the accepted inputs is
+        wrong.
 
-        Inputs of equal score are accepted or rejected together. Without a `confidence` the rate is
+        Inputs of equal score are accepted or rejected together. Without a `confidence` the share is
         that of these very inputs; if even the most certain ones are wrong too often, nothing is
         accepted, and the value is minus infinity.
 
-        With a confidence, such as 0.95, at most that share of further inputs like these will be
-        wrong among the accepted, unless the sample was an unlucky one, which happens with
-        probability 1 - confidence at most; where the sample is too small for that, an error says
-        how many inputs it would take. Up to eleven coverages are tried, chosen by the number of
-        inputs alone, and 1 - confidence is shared between them. For each, given the score t at that
-        rank, the inputs below t are independent draws of those with scores below t, so their
-        mistakes are binomial, and the limit of Clopper & Pearson (1934) is exact. (Geifman &
-        El-Yaniv, Selective Classification for Deep Neural Networks, NeurIPS 2017, search the
-        coverage by halves in place of a fixed list.)
+        With a `confidence` of 0.95, the error rate among accepted future inputs is at most `risk`,
+        with probability 0.95 over the draw of this sample. If the sample is too small for that, an
+        error says how many inputs it would take.
 
         Args:
-            scores: of labeled inputs.
+            scores: the scores of labeled inputs.
             correct: whether the model's prediction is right, one outcome for each score.
             risk: the error rate to allow among the accepted inputs, from 0 to below 1.
-            confidence: of the promise about further inputs; None to look at these alone.
+            confidence: the probability that the error rate of future inputs is at most `risk`; None to
+                look at the given inputs alone.
             provenance: how the scores were computed, for a `Scorer` to compare.
             made_by: deprecated; use `provenance`.
         """
@@ -150,10 +147,10 @@ class Threshold:
         return cls(value, len(s), rule, provenance or made_by, _thin_out(s))
 
     def accept(self, scores: Any) -> Bool[Tensor, "..."]:
-        """Which inputs the model can be trusted with.
+        """Decide which inputs the model can be trusted with.
 
         Args:
-            scores: of any shape; NaN is not accepted.
+            scores: scores in a tensor of any shape; NaN is not accepted.
 
         Returns:
             True where the score is at most `value`, in the shape of `scores`.
@@ -161,10 +158,10 @@ class Threshold:
         return torch.as_tensor(scores) <= self.value
 
     def percentile(self, scores: Any) -> Float[Tensor, " n"]:
-        """What percentage of the calibration scores is lower than each of these.
+        """Compute what percentage of the calibration scores is lower than each given score.
 
         Args:
-            scores: of any shape.
+            scores: scores in a tensor of any shape.
 
         Returns:
             Numbers from 0 to 100, flat.
@@ -184,11 +181,11 @@ class Threshold:
             part.write_text(self.to_json() + "\n")
 
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change with every field."""
+        """Hash all fields to sixteen hex digits."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        """All fields as a JSON object; a value of minus infinity is null."""
+        """Write all fields as a JSON object; a value of minus infinity is null."""
         values = asdict(self)
         if not math.isfinite(self.value):
             values["value"] = None
@@ -218,7 +215,7 @@ class Threshold:
 
     @classmethod
     def _from_dict(cls, values: dict[str, Any]) -> "Threshold":
-        """The inverse of `to_json`; the errors of a wrong file are of many types."""
+        """Create a threshold from what `to_json` wrote; a wrong file raises errors of many types."""
         value = -math.inf
         if values["value"] is not None:
             value = finite_float(values["value"])
@@ -237,7 +234,10 @@ class Threshold:
 
 
 def _as_scores(scores: Any) -> Float[Tensor, " n"]:
-    """Scores as a flat float64 tensor, so that float32 scores pass their own threshold."""
+    """Convert scores to a flat tensor of doubles, and check that they are finite.
+
+    Doubles hold float32 scores exactly, so a threshold accepts the scores that it was made from.
+    """
     s = torch.as_tensor(scores).detach().cpu().flatten().double()
     if len(s) == 0 or not bool(torch.isfinite(s).all()):
         raise QualmsError(
@@ -248,23 +248,34 @@ def _as_scores(scores: Any) -> Float[Tensor, " n"]:
 
 
 def _thin_out(s: Float[Tensor, " n"]) -> tuple[float, ...]:
-    """The sorted scores; of many, some at equal distances of rank."""
+    """Return sorted scores for `Threshold.reference`: at most 1001, at equal distances of rank."""
     count = min(REFERENCE_SCORES, len(s))
     ranks = torch.linspace(0, len(s) - 1, count, dtype=torch.double).round().long()
     return tuple(s.sort().values[ranks].tolist())
 
 
 def _next_below(limit: float, dtype: torch.dtype) -> float:
-    """The largest number below the limit: scores below it are accepted, equal ones are not."""
-    kind = torch.float32 if dtype == torch.float32 else torch.double
-    lowest = torch.tensor(-math.inf, dtype=kind)
-    return float(torch.tensor(limit, dtype=kind).nextafter(lowest))
+    """Return the largest number below a limit, so that scores equal to the limit are rejected.
+
+    Args:
+        limit: a score.
+        dtype: the dtype of the scores, as the next float32 is farther away than the next double.
+    """
+    precision = torch.float32 if dtype == torch.float32 else torch.double
+    lowest = torch.tensor(-math.inf, dtype=precision)
+    return float(torch.tensor(limit, dtype=precision).nextafter(lowest))
 
 
 def _highest_within(s: Float[Tensor, " n"], mistakes: Float[Tensor, " n"], risk: float) -> float:
-    """The highest score up to which these inputs are wrong at most at a rate of `risk`.
+    """Find the highest score up to which at most a share `risk` of these inputs is wrong.
 
-    `s` is sorted, and `mistakes` counts the wrong predictions up to each score.
+    Args:
+        s: the scores, sorted.
+        mistakes: how many predictions are wrong up to each score.
+        risk: the error rate to allow.
+
+    Returns:
+        The score; minus infinity if there is none.
     """
     rates = mistakes / torch.arange(1, len(s) + 1)
     # A threshold accepts all equal scores or none.
@@ -274,7 +285,7 @@ def _highest_within(s: Float[Tensor, " n"], mistakes: Float[Tensor, " n"], risk:
 
 
 class _Candidate(NamedTuple):
-    """A limit that is tried: inputs of lower scores are accepted."""
+    """A limit that is tried: inputs of lower scores are accepted; some of these are wrong."""
 
     limit: float
     accepted: int
@@ -284,13 +295,23 @@ class _Candidate(NamedTuple):
 def _certified_limit(
     s: Float[Tensor, " n"], mistakes: Float[Tensor, " n"], risk: float, confidence: float
 ) -> float:
-    """The highest score below which inputs are certain to be wrong at most at a rate of `risk`.
+    """Find the highest score below which future inputs are wrong at most at a rate of `risk`, with
+    the given confidence.
+
+    Up to eleven coverages are tried, chosen by the number of inputs alone, and 1 - confidence is
+    shared between them. For each, given the score t at that rank, the inputs below t are
+    independent draws of those with scores below t, so their mistakes are binomial, and the limit of
+    Clopper & Pearson (1934) is exact. (Geifman & El-Yaniv, Selective Classification for Deep Neural
+    Networks, NeurIPS 2017, search the coverage by halves in place of a fixed list.)
 
     Args:
         s: the scores, sorted.
         mistakes: how many predictions are wrong up to each score.
         risk: the error rate to allow.
-        confidence: the least probability of keeping it.
+        confidence: the probability that the error rate is at most `risk`.
+
+    Raises:
+        QualmsError: if no score has this guarantee.
     """
     if not 0 < risk < 1 or not 0 < confidence < 1:
         raise QualmsError(
@@ -307,7 +328,7 @@ def _certified_limit(
             f"but there are only {n}; add {needed - n}, or allow more risk."
         )
     ranks = _ranks_to_try(n, risk, confidence)
-    chance = (1 - confidence) / len(ranks)  # of an unlucky sample, for each
+    chance = (1 - confidence) / len(ranks)  # the probability of a false guarantee, for each rank
     candidates = []
     for rank in ranks:
         accepted = int((s < s[rank - 1]).sum())
@@ -320,25 +341,33 @@ def _certified_limit(
 
 
 def _ranks_to_try(n: int, risk: float, confidence: float) -> list[int]:
-    """The ranks of as many coverages as n inputs can decide on; labels are not used."""
+    """Choose the ranks to try, by coverage: as many as n inputs can decide about.
+
+    The labels play no part in the choice, which the guarantee requires.
+
+    Args:
+        n: the number of labeled inputs.
+        risk: the error rate to allow.
+        confidence: the probability that the error rate is at most `risk`.
+    """
     ranks = [math.floor(share * n + _ROUNDING) for share in COVERAGES]
-    enough = 0
+    count = 0
     for tried, rank in enumerate(ranks, 1):
         if rank > least_inputs(risk, 1 - (1 - confidence) / tried):
-            enough = tried
-    return ranks[:enough]
+            count = tried
+    return ranks[:count]
 
 
 def _explain_missing_labels(
     candidates: list[_Candidate], n: int, risk: float, chance: float
 ) -> str:
-    """Why no candidate keeps the promise, and about how many labels it would take.
+    """Explain why no candidate has the guarantee, and about how many labels that would take.
 
     Args:
-        candidates: all of those that were tried.
+        candidates: all limits that were tried.
         n: the number of labeled inputs.
         risk: the error rate to allow.
-        chance: the probability of failure that each candidate may have.
+        chance: the probability of a false guarantee that each candidate may have.
     """
     best = min(
         (c for c in candidates if c.accepted),

@@ -5,7 +5,7 @@ import pytest
 
 import qualms
 from qualms import metrics
-from qualms.metrics.groups import auroc_interval, lead_interval, pairs_won
+from qualms.metrics.groups import auroc_difference_interval, auroc_interval, pairs_won
 
 random = np.random.default_rng(0)
 # Texts differ from each other, and scores have ties.
@@ -53,11 +53,11 @@ def test_the_lead_of_a_score_is_drawn_on_the_same_groups_as_its_rival() -> None:
     tables = [np.stack([own, other], 1) for own, other in ((KNOWN, rival[0]), (OTHER, rival[1]))]
     want = metrics.interval(lead, *tables, resamples=200, seed=5)
     mine, theirs = (list(KNOWN), list(OTHER)), (list(rival[0]), list(rival[1]))
-    assert lead_interval(mine, theirs, resamples=200, seed=5) == pytest.approx(want)
+    assert auroc_difference_interval(mine, theirs, resamples=200, seed=5) == pytest.approx(want)
     assert want[0] < want[1]
-    assert lead_interval(mine, mine) == (0, 0)
+    assert auroc_difference_interval(mine, mine) == (0, 0)
     with pytest.raises(qualms.QualmsError, match="groups of different sizes"):
-        lead_interval(mine, (theirs[0][:-1], theirs[1]))
+        auroc_difference_interval(mine, (theirs[0][:-1], theirs[1]))
 
 
 def test_unless_told_there_are_1000_resamples_of_seed_0() -> None:
@@ -68,8 +68,11 @@ def test_unless_told_there_are_1000_resamples_of_seed_0() -> None:
             *(auroc_interval(*mine, resamples=n, level=0.95, seed=0) for n in (1000, 1001)),
         ),
         (
-            lead_interval(mine, theirs),
-            *(lead_interval(mine, theirs, resamples=n, level=0.95, seed=0) for n in (1000, 1001)),
+            auroc_difference_interval(mine, theirs),
+            *(
+                auroc_difference_interval(mine, theirs, resamples=n, level=0.95, seed=0)
+                for n in (1000, 1001)
+            ),
         ),
     ):
         assert have == want != other

@@ -18,7 +18,7 @@ PHOTOS = ("china", "flower")
 
 
 def read_digits(root: Path, split: str) -> Images:
-    """Scikit-learn's handwritten digits.
+    """Read scikit-learn's handwritten digits.
 
     Brightness, 0 to 16 in the package, becomes bytes.
 
@@ -40,7 +40,7 @@ def read_digits(root: Path, split: str) -> Images:
 
 
 def read_letters(root: Path, split: str) -> Images:
-    """a to z and A to Z in Pillow's font, which no network for digits was trained on.
+    """Draw a to z and A to Z in Pillow's font: writing that no network for digits was trained on.
 
     Args:
         root: not used; the font comes with the package.
@@ -67,9 +67,9 @@ def read_letters(root: Path, split: str) -> Images:
 
 
 def read_photos(root: Path, split: str) -> Images:
-    """Patches of scikit-learn's two sample photographs: natural images.
+    """Cut scikit-learn's two sample photographs into patches: natural images.
 
-    The patches form a chessboard.
+    The patches are the fields of a chessboard.
 
     Args:
         root: not used; the photographs come with the package.

@@ -19,12 +19,12 @@ class Dataset:
     """How a dataset is read, what comes out, and where it is published.
 
     Args:
-        read: the folder of datasets and a split in, the images out.
-        classes: how many there are; None where the files decide it.
-        channels: of the images.
-        size: of the images, in pixels.
-        normalization: the usual one; networks differ in theirs.
-        get: what to do to have the files.
+        read: a function from the folder of datasets and a split to the images.
+        classes: the number of classes; None where the files decide it.
+        channels: the number of channels of the images.
+        size: the height and width of the images, in pixels.
+        normalization: the usual normalization; networks may use others.
+        get: instructions for getting the files, for errors.
         package: where the images come from if they need no file.
     """
 

@@ -20,7 +20,7 @@ from qualms.errors import QualmsError
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where a dataset's images and labels are."""
+    """The files of a dataset, the key of its labels, and its classes."""
 
     name: str
     folder: str
@@ -46,7 +46,7 @@ _CIFAR100 = _Layout(
 
 
 def read_cifar10(root: Path, split: str) -> Images:
-    """CIFAR-10, ten classes; the training images are in five files.
+    """Read CIFAR-10, ten kinds of things; the training images are in five files.
 
     Args:
         root: the folder that holds `cifar-10-batches-py`.
@@ -59,7 +59,7 @@ def read_cifar10(root: Path, split: str) -> Images:
 
 
 def read_cifar100(root: Path, split: str) -> Images:
-    """CIFAR-100, a hundred classes, with the fine labels.
+    """Read CIFAR-100, a hundred kinds of things, with the fine labels.
 
     Args:
         root: the folder that holds `cifar-100-python`.
@@ -94,7 +94,7 @@ def _read(root: Path, split: str, layout: _Layout) -> Images:
 
 
 def _read_batch(path: Path, layout: _Layout) -> Images:
-    """The images of one file."""
+    """Read the images and labels of one file."""
     content = read_pickle(path)
     if not isinstance(content, dict):
         raise QualmsError(
@@ -120,7 +120,7 @@ def _read_batch(path: Path, layout: _Layout) -> Images:
 
 
 def _decode_key(key: Any) -> Any:
-    """A key as text, which Python 2 wrote as bytes."""
+    """Convert a key to text; Python 2 wrote keys as bytes."""
     return key.decode("latin1") if isinstance(key, bytes) else key
 
 

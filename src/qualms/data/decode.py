@@ -1,4 +1,4 @@
-"""Decode one image file to pixels in color, and record what was changed."""
+"""Decode the bytes of one image file to pixels in color, and report what was changed."""
 
 import re
 import warnings
@@ -14,17 +14,18 @@ from qualms.errors import QualmsError, explain_failure
 
 T = TypeVar("T")
 
-ORIENTATION = 0x0112  # the number of that tag in EXIF
-TURNED = range(2, 9)  # the values of it that are not upright
+ORIENTATION = 0x0112  # the EXIF tag of the orientation
+TURNED = range(2, 9)  # values of the tag for images that are not upright
 
-# Room is made for as many pixels as a header claims, so it is believed only up to what a file of
-# its length can hold: so many pixels in any file, and so many for each byte. PNG can have 8,000 of
-# one bit in a byte. Blank pages as WEBP or TIFF can have more, and are refused if they are large.
+# Memory is allocated for as many pixels as a header claims. So a header is believed only up to what
+# a file of its length can hold: MIN_BELIEVED_PIXELS in any file, or BELIEVED_PIXELS_PER_BYTE. A byte
+# of PNG can hold 8,000 pixels of one bit. Blank pages as WEBP or TIFF can have more, and are refused
+# if they are large.
 MIN_BELIEVED_PIXELS = 2**25
 BELIEVED_PIXELS_PER_BYTE = 10_000
 SCALE_BLOCK = 2**20  # numbers that are scaled together
 
-# What can be changed in an image, and the sentence about so many of them.
+# By what was changed in an image, a sentence about the n images in which it was.
 CHANGES = {
     "frames": "{n} {images} {have} several frames; only the first was read",
     "orientation": "{n} {images} {were} rotated by EXIF orientation",
@@ -38,16 +39,16 @@ CHANGES = {
 
 
 class Unreadable(QualmsError):
-    """An image or text that cannot be read.
+    """Raised if an image or text cannot be read.
 
     Args:
-        where: what the error calls it.
-        reason: why, so that it completes the sentence "it is …".
-        error: what a library raised, if anything.
+        where: what the error calls the image or text.
+        reason: why it cannot be read, so that it completes the sentence "it is …".
+        error: the exception that a library raised, if any.
 
     Attributes:
         plain: the reason alone.
-        reason: the reason, with the name of what was raised.
+        reason: the reason, with the class of the error in parentheses, if there is one.
     """
 
     def __init__(self, where: str, reason: str, error: Exception | None = None) -> None:
@@ -57,7 +58,7 @@ class Unreadable(QualmsError):
 
 
 class TooLarge(Unreadable):
-    """An image of more pixels than are read; nothing of it was decoded."""
+    """Raised if an image claims more pixels than are read; nothing of it was decoded."""
 
 
 def pillow() -> Any:
@@ -68,11 +69,11 @@ def pillow() -> Any:
 def decode_image(
     content: bytes, where: str, *, formats: Sequence[str] | None = None, most: int | None = None
 ) -> tuple[Any, list[str]]:
-    """The first frame of an image file, upright and in color.
+    """Decode the first frame of an image file, upright and in color.
 
     Args:
         content: the file's bytes.
-        where: what errors call it.
+        where: what errors call the image.
         formats: the file formats that are read, by Pillow's names; all by default.
         most: the number of pixels that are read, if it is lower than Pillow's own limit.
 
@@ -96,21 +97,21 @@ def decode_image(
 
 
 def open_image(content: bytes, where: str) -> Any:
-    """An image in Pillow's own mode, with all pixels of its first frame read.
+    """Open an image in Pillow's own mode, with all pixels of its first frame read.
 
     Args:
         content: the file's bytes.
-        where: what errors call it.
+        where: what errors call the image.
     """
     image, _ = _open(content, where, None, None)
     return image
 
 
 def describe_changes(counts: Mapping[str, int]) -> list[str]:
-    """Sentences about what was changed.
+    """Describe in sentences what was changed in how many images.
 
     Args:
-        counts: for keys of `CHANGES`, the number of images.
+        counts: the number of images by key of `CHANGES`.
     """
     sentences = []
     for change, template in CHANGES.items():
@@ -125,11 +126,11 @@ def describe_changes(counts: Mapping[str, int]) -> list[str]:
 def _open(
     content: bytes, where: str, formats: Sequence[str] | None, most: int | None
 ) -> tuple[Any, list[str]]:
-    """Pillow's image with its pixels read, and the changes that the pixels no longer show.
+    """Open an image and read its pixels; report changes that the pixels do not show.
 
     Args:
         content: the file's bytes.
-        where: what errors call it.
+        where: what errors call the image.
         formats: the file formats that are read, by Pillow's names; None for all.
         most: the number of pixels that are read; None for Pillow's own limit.
     """
@@ -143,7 +144,7 @@ def _open(
 
     # Running out of memory is not a defect of the file.
     with warnings.catch_warnings(), explain_failure(explain, let_through=(MemoryError,)):
-        # About sizes below the limit, and metadata that is damaged.
+        # Warnings about sizes below the limit, and about damaged metadata.
         warnings.simplefilter("ignore")
         image = library.open(BytesIO(content), formats=formats)
         changes = []
@@ -162,10 +163,10 @@ def _require_size(image: Any, where: str, length: int, most: int | None) -> None
     """Raise if a header claims more pixels than are read, or than its file can hold.
 
     Args:
-        image: Pillow's, of which only the header was read.
-        where: what errors call it.
-        length: of the file, in bytes.
-        most: the number of pixels that are read.
+        image: a Pillow image of which only the header was read.
+        where: what errors call the image.
+        length: the length of the file in bytes.
+        most: the largest number of pixels that is read; None for no limit.
     """
     claimed = image.width * image.height
     if most is not None and claimed > most:
@@ -180,11 +181,11 @@ def _require_size(image: Any, where: str, length: int, most: int | None) -> None
 
 
 def _too_large(where: str, claimed: int, limit: int) -> TooLarge:
-    """The error that a header claims more pixels than are read.
+    """Create the error that a header claims more pixels than are read.
 
     Args:
         where: the name of the image in the error.
-        claimed: pixels by the header.
+        claimed: the number of pixels by the header.
         limit: the largest number of pixels that is read.
     """
     return TooLarge(
@@ -193,7 +194,9 @@ def _too_large(where: str, claimed: int, limit: int) -> TooLarge:
 
 
 def _read_metadata(read: Callable[[], T], default: T) -> T:
-    """Read a value of a file's metadata; return the default if the metadata is damaged."""
+    """Call `read` for a value of a file's metadata; return the default if the metadata is damaged,
+    since the pixels may still be fine.
+    """
     try:
         return read()
     except Exception:  # noqa: BLE001 (damaged bytes lead to any exception in Pillow)
@@ -213,8 +216,8 @@ def _turn_upright(image: Any, orientation: int) -> None:
     """Rotate and mirror an image in place.
 
     Args:
-        image: Pillow's, whose metadata is no longer needed.
-        orientation: EXIF's.
+        image: a Pillow image, whose metadata is no longer needed.
+        orientation: the value of the EXIF orientation.
     """
     # Nothing else stays in the metadata: Pillow would write it again, and fail if it is damaged.
     image.info.clear()
@@ -223,11 +226,12 @@ def _turn_upright(image: Any, orientation: int) -> None:
 
 
 def _scale_to_bytes(image: Any, where: str) -> Any:
-    """Gray of more than 8 bits, scaled to 8: 16 bits are divided by 257, so that white stays white.
+    """Scale gray of more than 8 bits to 8 bits: 16 bits are divided by 257, so that white stays
+    white.
 
     Args:
-        image: Pillow's, of one channel.
-        where: what errors call it.
+        image: a Pillow image of one channel.
+        where: what errors call the image.
     """
     values = np.asarray(image)
     low, high = float(values.min()), float(values.max())
@@ -247,12 +251,12 @@ def _scale_to_bytes(image: Any, where: str) -> Any:
 
 
 def _convert_to_rgb(image: Any, where: str, changes: list[str]) -> Any:
-    """The image in mode RGB.
+    """Convert an image to mode RGB, and note what was changed.
 
     Args:
-        image: Pillow's, of at most 8 bits.
-        where: what errors call it.
-        changes: where what is changed is added.
+        image: a Pillow image of at most 8 bits a channel.
+        where: what errors call the image.
+        changes: keys of `CHANGES`, to which those of this conversion are added.
     """
     mode = image.mode
     if mode in ("P", "PA"):
@@ -269,7 +273,9 @@ def _convert_to_rgb(image: Any, where: str, changes: list[str]) -> Any:
         image = image.convert(f"{mode[:-1]}A")
     if image.mode in ("LA", "RGBA") and image.getchannel("A").getextrema()[0] < 255:
         changes.append("transparency")
-    image.info.pop("transparency", None)  # one color that stands for none: it stays that color
+    image.info.pop(
+        "transparency", None
+    )  # a color that marks transparent pixels: they keep the color
     if image.mode == "RGB":
         return image
     try:

@@ -42,7 +42,7 @@ class Listing:
         path: the folder.
         files: the images in it.
         labels: the class of each image; None if there are no folders for classes.
-        classes: their names.
+        classes: the names of the classes.
         others: the files that are no images.
     """
 
@@ -53,14 +53,14 @@ class Listing:
     others: list[Path]
 
     def to_read(self, start: int = 0) -> Iterator[File]:
-        """The files as a reader takes them, from a position on."""
+        """Yield the images from position `start` on, as `read_images` takes them."""
         for file in islice(self.files, start, None):
             yield _as_file(self.path, file)
 
 
 @dataclass(frozen=True)
 class _Entries:
-    """What is directly in a folder, without what is hidden."""
+    """The folders, images and other files directly in a folder, without hidden ones."""
 
     folders: list[Path]
     images: list[Path]
@@ -68,14 +68,14 @@ class _Entries:
 
 
 def read_lsun(root: Path, split: str) -> Images:
-    """LSUN, rooms and buildings: images unlike those of CIFAR.
+    """Read LSUN, rooms and buildings: images that a network for CIFAR does not know.
 
     Args:
         root: the folder of datasets; the images are in one of `LSUN_FOLDERS`.
         split: "train" or "test", if there are folders for splits.
 
     Returns:
-        Color images [n, 3, 32, 32]; its folders are its classes.
+        Color images [n, 3, 32, 32]; the folders are the classes.
     """
     places = [root / folder for folder in LSUN_FOLDERS]
     path = find_first(places, f"folder {' or '.join(LSUN_FOLDERS)}")
@@ -89,10 +89,10 @@ def read_folder(
     transform: ImageTransform | None = None,
     strict: bool = True,
 ) -> Images:
-    """All images in a folder, by their sorted names.
+    """Read all images in a folder, in the order of their sorted names.
 
     Args:
-        path: the folder; if it has one for the split, that is read.
+        path: the folder; if it has a folder for the split, that folder is read.
         split: "train" or "test".
         name: of the images.
         transform: how each image is resized; None leaves them in one size.
@@ -119,12 +119,12 @@ def read_folder(
 
 
 def read_file(path: Path, name: str, transform: ImageTransform | None = None) -> Images:
-    """One image.
+    """Read one image file.
 
     Args:
-        path: of the file.
-        name: of the images.
-        transform: how it is resized.
+        path: the path of the file.
+        name: the name of the images, in tables and errors.
+        transform: how the image is resized; None leaves its size.
     """
     read = read_images([_as_file(path.parent, path)], path, transform, strict=True)
     images = build_images(name, path, read.pixels, None)
@@ -133,10 +133,10 @@ def read_file(path: Path, name: str, transform: ImageTransform | None = None) ->
 
 
 def list_folder(path: Path, split: str) -> Listing:
-    """The image files of a folder by their sorted names.
+    """List the image files of a folder by their sorted names.
 
     Args:
-        path: the folder; if it has one for the split, that is listed.
+        path: the folder; if it has a folder for the split, that folder is listed.
         split: "train" or "test".
     """
     path = _split_folder(path, split)
@@ -154,9 +154,9 @@ def list_folder(path: Path, split: str) -> Listing:
     for label, folder in enumerate(entries.folders):
         inside, more = _list_below(folder)
         if not inside:
-            # Without it, classes after it would have other numbers than in a split where it has
-            # images.
-            raise QualmsError(f"the class folder {folder} has no images; add some, or remove it.")
+            # If it were skipped, the classes after it would have other numbers than in a split in
+            # which it has images.
+            raise QualmsError(f"the class folder {folder} holds no images; fill it, or remove it.")
         files += inside
         labels += [label] * len(inside)
         others += more
@@ -174,7 +174,7 @@ def is_image(path: Path) -> bool:
 
 @cache
 def endings() -> frozenset[str]:
-    """The endings of the files that Pillow reads here."""
+    """Find the endings of the files that this installation of Pillow reads."""
     library = pillow()
     with suppress(ImportError):
         import_module("pillow_heif").register_heif_opener()
@@ -186,14 +186,14 @@ def endings() -> frozenset[str]:
 
 
 def _split_folder(path: Path, split: str) -> Path:
-    """The folder of a split inside a folder, or the folder itself."""
+    """Return the folder of a split inside a folder, or the folder itself if it has no splits."""
     for name in SPLIT_FOLDERS[split]:
         if (path / name).is_dir():
             return path / name
     split_names = {name for names in SPLIT_FOLDERS.values() for name in names}
     folders = [folder.name for folder in _list_entries(path).folders]
     if folders and split_names.issuperset(folders):
-        # As classes they would be a surprise: this folder holds the other split alone.
+        # These are not classes: the folder holds only the other split.
         raise QualmsError(
             f"{path} has the folders {', '.join(folders)}, but none for the split {split}; "
             "choose another split."
@@ -202,7 +202,7 @@ def _split_folder(path: Path, split: str) -> Path:
 
 
 def _list_entries(path: Path) -> _Entries:
-    """What is directly in a folder, sorted by name."""
+    """List what is directly in a folder, sorted by name."""
     entries = _Entries([], [], [])
     try:
         for entry in sorted(path.iterdir()):
@@ -222,7 +222,7 @@ def _list_entries(path: Path) -> _Entries:
 
 
 def _list_below(folder: Path) -> tuple[list[Path], list[Path]]:
-    """All images below a folder, and all other files: some sets have folders inside a class."""
+    """List all images and all other files at any depth: some datasets have folders inside a class."""
     entries = _list_entries(folder)
     images, others = entries.images, entries.others
     for inside in entries.folders:
@@ -233,7 +233,7 @@ def _list_below(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _as_file(folder: Path, file: Path) -> File:
-    """A file as a reader takes it, by its path inside a folder."""
+    """Describe a file for `read_images`; its id is its path inside the folder."""
     return File(file.relative_to(folder).as_posix(), str(file), partial(_read_content, file))
 
 
@@ -253,7 +253,7 @@ def _read_content(file: Path) -> bytes:
 
 
 def _skipped_note(files: list[Path]) -> list[str]:
-    """A sentence about the files that are not images."""
+    """Describe in a sentence which files were skipped because they are no images."""
     if not files:
         return []
     names = ", ".join(file.name for file in files[:3])

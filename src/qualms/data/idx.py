@@ -17,13 +17,13 @@ from qualms.data.images import Images, build_images
 from qualms.data.places import find_first, read_file_bytes
 from qualms.errors import QualmsError
 
-PREFIX = {"train": "train", "test": "t10k"}  # of the files of a split
+PREFIX = {"train": "train", "test": "t10k"}  # start of the names of a split's files
 MNIST_FOLDERS = ("MNIST/raw", "MNIST", "mnist/raw", "mnist", ".")
 FASHION_FOLDERS = ("FashionMNIST/raw", "FashionMNIST", "fashion-mnist/raw", "fashion-mnist", ".")
 
 
 def read_mnist(root: Path, split: str) -> Images:
-    """MNIST, handwritten digits.
+    """Read MNIST, handwritten digits.
 
     Args:
         root: the folder of datasets; the files are in it or in one of `MNIST_FOLDERS`.
@@ -36,7 +36,7 @@ def read_mnist(root: Path, split: str) -> Images:
 
 
 def read_fashion_mnist(root: Path, split: str) -> Images:
-    """Fashion-MNIST, pictures of clothes.
+    """Read Fashion-MNIST, pictures of clothes.
 
     Args:
         root: the folder of datasets; the files are in it or in one of `FASHION_FOLDERS`.
@@ -51,14 +51,14 @@ def read_fashion_mnist(root: Path, split: str) -> Images:
 def _read(
     root: Path, split: str, name: str, folders: tuple[str, ...], classes: tuple[str, ...]
 ) -> Images:
-    """The images of one split.
+    """Read the images and labels of one split.
 
     Args:
         root: the folder of datasets.
         split: "train" or "test".
-        name: of the dataset.
-        folders: where its files are looked for.
-        classes: their names.
+        name: the name of the dataset.
+        folders: the folders in `root` in which the files are looked for.
+        classes: the names of the classes.
     """
     places = [root / folder for folder in folders]
     images = _find(places, f"{PREFIX[split]}-images", "idx3-ubyte")
@@ -69,7 +69,7 @@ def _read(
 
 
 def _find(folders: list[Path], stem: str, ending: str) -> Path:
-    """The first file that is there: joined with a hyphen or a dot, gzipped or not."""
+    """Find the first existing file; names have a hyphen or a dot, and are gzipped or not."""
     candidates = []
     for folder in folders:
         for joint in "-.":
@@ -79,11 +79,11 @@ def _find(folders: list[Path], stem: str, ending: str) -> Path:
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
-    """The bytes of one idx file.
+    """Read the array of one idx file.
 
     Args:
-        path: of the file; one that ends in `.gz` is decompressed.
-        axes: how many axes it must have.
+        path: the path of the file; a file that ends in `.gz` is decompressed.
+        axes: the number of axes that the array must have.
 
     Returns:
         Bytes in the shape that the header gives.

@@ -1,4 +1,7 @@
-"""From an image of any size to the size that a network takes."""
+"""Resize and crop an image of any size to the size that a network takes, with Pillow.
+
+`Images.convert` in `images.py` only resizes, a batch of tensors at a time.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -14,8 +17,8 @@ from qualms.errors import QualmsError
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 MAX_SIDE = 16_384  # pixels; no network takes more
-# An image may be so many times as long as wide, beyond the network's own shape: of a longer one, a
-# crop leaves next to nothing.
+# The largest ratio of an image's longer to its shorter side, as a multiple of that of the network's
+# input. Of a longer image, a crop would leave next to nothing.
 MAX_ASPECT = 100
 
 
@@ -26,12 +29,12 @@ class ImageTransform:
     An image that has the right size already is left unchanged.
 
     Args:
-        size: height and width of what comes out.
+        size: height and width of the result.
         resize: the size before the crop. A whole number is the length of the shorter side and keeps
             the image's shape; a pair is height and width. None resizes straight to `size`.
         interpolation: nearest, bilinear, bicubic or lanczos.
         channels: 1 for gray, 3 for color, None for those of the image.
-        by: the reason, which ends the sentence of `describe`.
+        by: where these settings come from, a clause that ends the sentence of `describe`.
 
     Example:
         ```python
@@ -61,7 +64,7 @@ class ImageTransform:
         is_smaller = before[0] < self.size[0] or before[1] < self.size[1]
         if is_smaller and not isinstance(self.resize, int):
             raise QualmsError(
-                f"cannot crop {_by(self.size)} from {_by(before)} pixels; resize to a larger size."
+                f"no {_format_size(self.size)} can be cropped from {_format_size(before)} pixels; resize to more."
             )
         if self.interpolation not in get_args(Interpolation):
             names = ", ".join(get_args(Interpolation))
@@ -73,13 +76,13 @@ class ImageTransform:
 
     @property
     def _before(self) -> tuple[int, int] | None:
-        """`resize` as a pair."""
+        """`resize` as a pair of height and width; None without it."""
         if isinstance(self.resize, int):
             return self.resize, self.resize
         return self.resize
 
     def apply_to_image(self, image: Any) -> Any:
-        """Transform one image of Pillow's, in mode L or RGB."""
+        """Resize, crop and convert one Pillow image, in mode L or RGB."""
         height, width = self.size
         if image.size != (width, height):
             image = self._crop_ends(image)
@@ -96,25 +99,25 @@ class ImageTransform:
         return image.convert(mode)
 
     def _crop_ends(self, image: Any) -> Any:
-        """The middle of an image that is long and thin.
+        """Crop a long, thin image to its middle before it is resized.
 
-        Resized with its ends, it would have millions of pixels.
+        Resized as a whole, such an image would have millions of pixels.
         """
         wide, high = image.size
-        most = MAX_ASPECT * min(wide, high) * max(self.size) // min(self.size)
-        if not isinstance(self.resize, int) or max(wide, high) <= most:
+        longest = MAX_ASPECT * min(wide, high) * max(self.size) // min(self.size)
+        if not isinstance(self.resize, int) or max(wide, high) <= longest:
             return image
-        left = max(0, (wide - most) // 2)
-        top = max(0, (high - most) // 2)
+        left = max(0, (wide - longest) // 2)
+        top = max(0, (high - longest) // 2)
         return image.crop((left, top, wide - left, high - top))
 
     def _size_before_crop(self, wide: int, high: int) -> tuple[int, int]:
-        """Width and height to which an image of this width and height is resized."""
+        """Compute the width and height to which an image of this width and height is resized."""
         height, width = self.size
         if not isinstance(self.resize, int):
             height, width = self.resize or self.size
             return width, height
-        # Never smaller than what is cropped from it.
+        # Never smaller than the crop.
         scale = max(self.resize / min(wide, high), width / wide, height / high)
         width = max(width, int(wide * scale + 1e-6))
         height = max(height, int(high * scale + 1e-6))
@@ -134,7 +137,7 @@ class ImageTransform:
         if (channels, height, width) == (wanted, *self.size):
             return images
         is_plain = self.resize is None and self.interpolation == "bilinear"
-        # Many images at once, without Pillow; it also refuses other numbers of channels.
+        # `convert` does many images at once, and raises an error for other numbers of channels.
         if is_plain or (height, width) == self.size or channels not in (1, 3):
             return images.convert(wanted, self.size)
         pixels = torch.empty(len(images), wanted, *self.size, dtype=torch.uint8)
@@ -160,9 +163,9 @@ class ImageTransform:
             return ""
         low = min(others, key=_area)
         high = max(others, key=_area)
-        pixels = _by(low)
+        pixels = _format_size(low)
         if low != high:
-            pixels += f" to {_by(high)}"
+            pixels += f" to {_format_size(high)}"
         done = f"{self._steps()} ({self.interpolation}), {self.by}"
         if len(others) == 1:
             return f"1 image of {pixels} pixels was {done}"
@@ -171,15 +174,15 @@ class ImageTransform:
     def _steps(self) -> str:
         """Describe the steps that an image goes through."""
         if self.resize is None:
-            return f"resized to {_by(self.size)}"
+            return f"resized to {_format_size(self.size)}"
         before = f"{self.resize} on the shorter side"
         if not isinstance(self.resize, int):
-            before = _by(self.resize)
-        return f"resized to {before} and cropped to {_by(self.size)}"
+            before = _format_size(self.resize)
+        return f"resized to {before} and cropped to {_format_size(self.size)}"
 
 
 def channels_first(image: Any) -> UInt8[np.ndarray, "c h w"]:
-    """The pixels of an image of Pillow's, in mode L or RGB."""
+    """Convert a Pillow image, in mode L or RGB, to an array [channels, height, width]."""
     pixels = np.array(image)
     if pixels.ndim == 2:
         return pixels[None]
@@ -191,6 +194,6 @@ def _area(size: tuple[int, int]) -> int:
     return size[0] * size[1]
 
 
-def _by(size: tuple[int, ...]) -> str:
-    """Width by height, the usual order."""
+def _format_size(size: tuple[int, ...]) -> str:
+    """Format a size (height, width) as `width x height`, the order in which people name them."""
     return " x ".join(map(str, reversed(size)))

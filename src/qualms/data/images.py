@@ -1,4 +1,8 @@
-"""Images in memory, as bytes: what every reader returns."""
+"""Images in memory, as bytes: what every reader returns.
+
+`Images.convert` resizes a batch of tensors of one size. `image_transform.py` resizes and crops as a
+network's settings ask for, one Pillow image at a time.
+"""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -21,8 +25,8 @@ class Rejected:
     """An image or text that could not be read.
 
     Args:
-        id: its name.
-        reason: why, so that it completes the sentence "it is …".
+        id: the name of the image or text.
+        reason: why it could not be read, so that it completes the sentence "it is …".
 
     Example:
         ```python
@@ -88,7 +92,7 @@ class Images:
         return self.pixels.shape[2], self.pixels.shape[3]
 
     def take(self, index: slice | Int64[Tensor, " k"]) -> "Images":
-        """The images at some positions, with their labels and ids.
+        """Return the images at some positions, with their labels and ids.
 
         Args:
             index: a slice, or positions in any order.
@@ -102,12 +106,12 @@ class Images:
         return replace(self, pixels=self.pixels[index], labels=labels, ids=ids)
 
     def subset(self, count: int | None, seed: int = 0) -> "Images":
-        """Images in a random order that the seed alone decides.
+        """Return images in a random order that the seed alone decides.
 
-        The order is always the shuffled one, so the first k images of a subset are the subset of k.
+        The order does not depend on `count`: the first k images of a subset are the subset of k.
 
         Args:
-            count: how many; all of them if None or more than there are.
+            count: the number of images; None, or more than there are, for all of them.
             seed: decides the order.
         """
         if count is not None and count < 1:
@@ -120,7 +124,7 @@ class Images:
         return self.take(order[:count])
 
     def convert(self, channels: int, size: int | tuple[int, int]) -> "Images":
-        """The images in gray or color, resized by bilinear interpolation with antialiasing.
+        """Convert the images to gray or color, and resize them bilinearly with antialiasing.
 
         Args:
             channels: 1 for gray, 3 for color.
@@ -145,7 +149,7 @@ class Images:
         return replace(self, pixels=torch.cat(parts))
 
     def fitted(self, channels: int, size: int | tuple[int, int]) -> "Images":
-        """The deprecated name of `convert`."""
+        """Deprecated: use `convert`."""
         warn_renamed("Images.fitted", "Images.convert")
         return self.convert(channels, size)
 
@@ -159,12 +163,12 @@ class Images:
         return digest.hexdigest()[:16]
 
     def numbers(self) -> list[int]:
-        """For each image a whole number of 63 bits that changes with any of its pixels."""
+        """Hash the pixels of each image to a whole number of 63 bits."""
         return [number_of(image.contiguous().numpy()) for image in self.pixels]
 
 
 def number_of(values: np.ndarray) -> int:
-    """A hash of an array's content as a number of 63 bits, so that random draws can follow it.
+    """Hash the content of an array to a number of 63 bits, which can seed its random draws.
 
     Args:
         values: an array of any shape and type.
@@ -177,20 +181,22 @@ def number_of(values: np.ndarray) -> int:
 def _resize(
     pixels: UInt8[Tensor, "n c h w"], channels: int, height: int, width: int
 ) -> UInt8[Tensor, "n d k l"]:
-    """Images of another size, and gray instead of color or color instead of gray.
+    """Convert a batch of images to gray or color, and resize them with torch.
+
+    `ImageTransform.apply_to_image` resizes with Pillow.
 
     Args:
-        pixels: with 1 or 3 channels.
-        channels: of what is returned.
-        height: of what is returned.
-        width: of what is returned.
+        pixels: images with 1 or 3 channels.
+        channels: the number of channels of the result, 1 or 3.
+        height: the height of the result.
+        width: the width of the result.
     """
     x: Float[Tensor, "n c h w"] = pixels.float()
     if channels < pixels.shape[1]:
         x = torch.einsum("nchw,c->nhw", x, torch.tensor(LUMA))[:, None]
     if tuple(x.shape[2:]) != (height, width):
         x = F.interpolate(x, (height, width), mode="bilinear", antialias=True)
-    # One rounding at the end, not one for each step.
+    # Rounded once at the end, not after each step.
     rounded = x.round().clamp(0, 255).to(torch.uint8)
     return rounded.expand(-1, channels, -1, -1)
 
@@ -198,11 +204,11 @@ def _resize(
 def build_images(
     name: str, where: object, pixels: Any, labels: Any, classes: tuple[str, ...] = (), **more: Any
 ) -> Images:
-    """`Images` from a reader's arrays, once they are consistent.
+    """Check that a reader's arrays are consistent, and create `Images` from them.
 
     Args:
-        name: of the images.
-        where: the files, for errors.
+        name: the name of the images, in tables and errors.
+        where: the files that the arrays come from, for errors.
         pixels: bytes, or whole numbers from 0 to 255, [n, channels, height, width].
         labels: whole numbers [n]; None if there are none.
         classes: the names of the classes.
@@ -225,11 +231,11 @@ def build_images(
 
 
 def _check_labels(labels: Any, where: object, count: int, classes: int) -> Int64[Tensor, " n"]:
-    """Labels as a tensor.
+    """Check that there is one class for each image, and convert the labels to a tensor.
 
     Args:
-        labels: as a reader found them.
-        where: the files, for errors.
+        labels: what a reader found in the files.
+        where: the files that the labels come from, for errors.
         count: the number of images.
         classes: the number of classes; 0 if it is not known.
     """

@@ -1,4 +1,4 @@
-"""A name or a path in, images out."""
+"""`load`: read images by the name of a dataset or a path."""
 
 import difflib
 import os
@@ -47,7 +47,7 @@ def load(
     strict: bool = True,
     fit: ImageTransform | None = None,
 ) -> Images:
-    """The images of a dataset, a folder or a file.
+    """Load the images of a dataset, a folder or a file.
 
     Args:
         name: the path of an image folder, of an image, or of a `.npz` or `.parquet` file: absolute,
@@ -90,11 +90,11 @@ def load(
 
 
 def dataset_name(name: str | Path, root: str | Path | None = None) -> str | None:
-    """The dataset that `load` takes a name for.
+    """Find the dataset that `load` would read for a name.
 
     Args:
-        name: as `load` takes it.
-        root: as `load` takes it.
+        name: the `name` argument of `load`.
+        root: the `root` argument of `load`.
 
     Returns:
         The name in `DATASETS`; None for a path, also for one that is called like a dataset.
@@ -124,21 +124,22 @@ def dataset_name(name: str | Path, root: str | Path | None = None) -> str | None
 
 
 def root_of(root: str | Path | None) -> Path:
-    """The folder of datasets: the argument, else the environment's, else `data`."""
+    """Return the folder of datasets: the given one, else `$QUALMS_DATA`, else `data`."""
     if root is None:
         root = os.environ.get("QUALMS_DATA", "data")
     return Path(root)
 
 
 def place_of(name: str, root: Path) -> Path | None:
-    """A path that exists in the working directory, or else in the folder of datasets.
+    """Find an existing path in the working directory, or else in the folder of datasets.
 
     Args:
         name: the path; an absolute one stays itself.
         root: the folder of datasets.
 
     Returns:
-        The path; None if nothing exists, or if it is where a dataset of that name has its files.
+        The existing path; None if there is none, or if it is the folder in which the dataset of
+        that name has its files.
     """
     for place in (Path(name), root / name):
         if os.path.exists(place):  # unlike Path's, False for what cannot be a path
@@ -155,7 +156,7 @@ def _is_dataset_folder(place: Path, name: str, root: Path) -> bool:
 
 
 def _read_dataset(name: str, options: _Options) -> Images:
-    """The images of a dataset, which must have its shape."""
+    """Read the images of a dataset, and check their shape."""
     dataset, root = DATASETS[name], options.root
     try:
         images = dataset.read(root, options.split)
@@ -175,7 +176,7 @@ def _read_dataset(name: str, options: _Options) -> Images:
 
 
 def _load_path(name: str, options: _Options) -> Images:
-    """The images of a file or folder; an error names the dataset that is called like it."""
+    """Read the images of a file or folder; errors also name a dataset of the same name."""
     try:
         return _read_path(name, options)
     except QualmsError as error:
@@ -187,7 +188,7 @@ def _load_path(name: str, options: _Options) -> Images:
 
 
 def _read_path(name: str, options: _Options) -> Images:
-    """The images of a file or folder, by the reader for its kind."""
+    """Read the images of a file or folder with the reader for its kind."""
     path = place_of(name, options.root)
     split = options.split
     transform = options.transform
@@ -207,7 +208,7 @@ def _read_path(name: str, options: _Options) -> Images:
 
 
 def _display_name(place: Path) -> str:
-    """The name of images from their path, which is never the name of a dataset."""
+    """Name images after their path, so that the name is never that of a dataset."""
     short = place.stem if place.is_file() else Path(os.path.abspath(place)).name
     if short not in DATASETS:
         return short
@@ -215,7 +216,7 @@ def _display_name(place: Path) -> str:
 
 
 def _transform(images: Images, transform: ImageTransform | None) -> Images:
-    """Images in memory, transformed, with a note."""
+    """Apply a transform to images in memory, and add a note that describes it."""
     if transform is None:
         return images
     note = transform.describe([images.size] * len(images))
@@ -224,7 +225,7 @@ def _transform(images: Images, transform: ImageTransform | None) -> Images:
 
 
 def _unknown_name(name: str, root: Path) -> QualmsError:
-    """The error that a name is neither a dataset nor a path, with similar names if any."""
+    """Create the error that a name is neither a dataset nor a path, with similar names if there are any."""
     names = list(DATASETS)
     if root.is_dir():
         names += [entry.name for entry in root.iterdir()]

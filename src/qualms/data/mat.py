@@ -1,4 +1,4 @@
-"""The arrays of plain numbers in a MATLAB 5 file.
+"""Read the arrays of plain numbers in a MATLAB 5 file.
 
 scipy reads these too, but trusts the lengths and types in the file: a damaged one can crash the
 process. Here each length is compared with the available bytes before anything is read by it.
@@ -47,7 +47,7 @@ class Variable:
 
 
 def read_mat(content: bytes) -> dict[str, Variable]:
-    """All variables of a file by name.
+    """Read all variables of a file by name.
 
     Args:
         content: the file's bytes.
@@ -75,7 +75,7 @@ def read_mat(content: bytes) -> dict[str, Variable]:
 
 
 def _decompress(element: tuple[int, memoryview], order: str) -> tuple[int, memoryview]:
-    """Return the one element inside a compressed element; others as they are."""
+    """Return the one element inside a compressed element; other elements unchanged."""
     kind, content = element
     if kind != COMPRESSED:
         return element
@@ -84,11 +84,11 @@ def _decompress(element: tuple[int, memoryview], order: str) -> tuple[int, memor
 
 
 def _elements(content: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
-    """Type and bytes of one element after the other, up to the very end.
+    """Yield the type and the bytes of each element, up to the end of the content.
 
     Args:
-        content: the elements.
-        order: of bytes, "<" or ">".
+        content: the bytes of the elements.
+        order: the byte order, "<" or ">".
     """
     at = 0
     while at < len(content):
@@ -115,11 +115,11 @@ def _elements(content: memoryview, order: str) -> Iterator[tuple[int, memoryview
 
 
 def _read_variable(parts: list[tuple[int, memoryview]], order: str) -> tuple[str, Variable]:
-    """A variable and its name.
+    """Read a variable and its name.
 
     Args:
-        parts: its elements: flags, shape, name and numbers.
-        order: of bytes, "<" or ">".
+        parts: the elements of the variable: flags, shape, name and numbers.
+        order: the byte order, "<" or ">".
     """
     if not parts or parts[0][0] != UINT32 or len(parts[0][1]) != 8:
         raise ValueError("a variable has no flags")

@@ -1,4 +1,4 @@
-"""From bytes to the numbers that a network was trained on."""
+"""`Normalization`: bytes to the numbers that a network was trained on."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from qualms.errors import QualmsError
 
 @dataclass(frozen=True)
 class Normalization:
-    """(x / 255 - mean) / std, for each channel.
+    """Normalizes images for a network: (x / 255 - mean) / std, for each channel.
 
     Args:
         mean: one number for each channel, for pixels from 0 to 1.
@@ -51,7 +51,7 @@ class Normalization:
             )
 
     def apply(self, pixels: UInt8[Tensor, "n c h w"]) -> Float32[Tensor, "n c h w"]:
-        """The numbers that the network receives.
+        """Convert bytes to the numbers that the network receives.
 
         Args:
             pixels: bytes [n, channels, height, width].
@@ -67,7 +67,7 @@ class Normalization:
         return (pixels.float() / 255 - mean) / std
 
     def in_model_units(self, value: float) -> float | tuple[float, ...]:
-        """A noise level as large as the network sees it, value / std.
+        """Convert a noise level in pixels to the units of the network's input: value / std.
 
         Args:
             value: the level for pixels from 0 to 1.
@@ -79,13 +79,13 @@ class Normalization:
         return levels if len(levels) > 1 else levels[0]
 
     def of_channels(self, channels: int) -> "Normalization":
-        """The normalization of images whose one channel is repeated.
+        """Repeat a normalization of one channel for images with several channels.
 
         Args:
-            channels: how many there are.
+            channels: the number of channels of the images.
 
         Returns:
-            The same object if it has as many channels already.
+            The repeated normalization; the same object if it has as many channels already.
         """
         if len(self.mean) == channels:
             return self

@@ -4,7 +4,8 @@ Names of arrays for a split are preferred: x_SPLIT with y_SPLIT, SPLIT_images wi
 else x, images or data with y or labels. Images are [n, h, w], [n, h, w, c] or [n, c, h, w], bytes,
 or floats from 0 to 1 that are rounded to bytes.
 
-numpy.load makes room for as many numbers as a header claims; here the length is compared first.
+numpy.load allocates memory for as many numbers as a header claims; here the length of the file is
+compared with the header first.
 """
 
 import io
@@ -31,10 +32,10 @@ class _Header:
     """The description of an array in the first bytes of an .npy file.
 
     Args:
-        shape: of the array.
+        shape: the shape of the array.
         by_column: whether the first axis changes fastest, as in Fortran.
-        dtype: of its numbers.
-        start: where they begin in the file.
+        dtype: the dtype of the numbers.
+        start: the position of the first number in the file, in bytes.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +45,7 @@ class _Header:
 
     @classmethod
     def read(cls, stream: Any) -> "_Header":
-        """The header at the beginning of an .npy file."""
+        """Read the header at the beginning of an .npy file."""
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_2_0
         if version == (1, 0):
@@ -63,12 +64,12 @@ class _Header:
 
 
 def read_npz(path: Path, split: str, name: str) -> Images:
-    """The images of a file, with their labels if there are any.
+    """Read the images of an .npz file, with their labels if there are any.
 
     Args:
-        path: of the file.
-        split: "train" or "test"; arrays named after it are preferred.
-        name: of the images.
+        path: the path of the file.
+        split: "train" or "test"; arrays named after the split are preferred.
+        name: the name of the images, for tables and errors.
     """
     with _open(path) as file:
         key, labels_key = _find_keys(path, file, split)
@@ -77,14 +78,14 @@ def read_npz(path: Path, split: str, name: str) -> Images:
         if labels_key is not None:
             labels = _parse_array(file.read(f"{labels_key}.npy"))
     where = f"{key} in {path}"
-    return build_images(name, path, _to_bytes(_channels_first(array, where), where), labels)
+    return build_images(name, path, _scale_to_255(_channels_first(array, where), where), labels)
 
 
 def npz_count(path: Path, split: str) -> int:
-    """The number of images, from the header.
+    """Read the number of images from the header of their array.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         split: "train" or "test".
     """
     with _open(path) as file:
@@ -97,13 +98,13 @@ def npz_count(path: Path, split: str) -> int:
 def npz_parts(
     path: Path, split: str, start: int, sizes: Iterator[int]
 ) -> Iterator[UInt8[np.ndarray, "n c h w"]]:
-    """The images of a file, a part at a time, without the others in memory.
+    """Read the images of a file a part at a time, without holding the other parts in memory.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         split: "train" or "test".
         start: the position of the first image.
-        sizes: how many images each part has.
+        sizes: yields the number of images of each part.
 
     Yields:
         Bytes [n, channels, height, width].
@@ -115,7 +116,7 @@ def npz_parts(
             header = _Header.read(stream)
             header.require_length(entry.file_size)
             whole = None
-            if header.by_column:  # its images are not one after the other
+            if header.by_column:  # the numbers of an image are not consecutive
                 whole = _parse_array(file.read(entry))
             else:
                 size = math.prod(header.shape[1:]) * header.dtype.itemsize
@@ -127,7 +128,7 @@ def npz_parts(
                     part = np.frombuffer(stream.read(count * size), header.dtype).reshape(shape)
                 else:
                     part = whole[start : start + count]
-                images = _to_bytes(_channels_first(part, where), where)
+                images = _scale_to_255(_channels_first(part, where), where)
                 yield np.require(images, np.uint8, ["C", "W"])
                 start += count
 
@@ -145,16 +146,16 @@ def _open(path: Path) -> Iterator[zipfile.ZipFile]:
     with explain_failure(explain), zipfile.ZipFile(path) as file:
         for entry in file.infolist():
             if entry.compress_size > path.stat().st_size:
-                # Room would be made for as much as it claims.
+                # Memory would be allocated for the size that the entry claims.
                 raise zipfile.BadZipFile
         yield file
 
 
 def _find_keys(path: Path, file: zipfile.ZipFile, split: str) -> tuple[str, str | None]:
-    """The names of the image array and of its label array, if there is one.
+    """Find the names of the image array and of its label array, None if there is no such array.
 
     Args:
-        path: of the file, for errors.
+        path: the path of the file, for errors.
         file: the archive.
         split: "train" or "test".
     """
@@ -180,7 +181,7 @@ def _find_keys(path: Path, file: zipfile.ZipFile, split: str) -> tuple[str, str 
 
 
 def _parse_array(content: bytes) -> np.ndarray:
-    """The array of an .npy file's bytes."""
+    """Parse the bytes of an .npy file into an array."""
     header = _Header.read(io.BytesIO(content))
     header.require_length(len(content))
     numbers = np.frombuffer(content, header.dtype, offset=header.start)
@@ -190,7 +191,12 @@ def _parse_array(content: bytes) -> np.ndarray:
 
 
 def _channels_first(images: np.ndarray, where: str) -> np.ndarray:
-    """Images as [n, c, h, w], whichever axis has the channels."""
+    """Reorder images to [n, c, h, w], whichever axis has the channels.
+
+    Args:
+        images: an array of images, with or without an axis of channels.
+        where: the name of the array in errors.
+    """
     if images.ndim == 3:
         return images[:, None]
     is_first = images.ndim == 4 and images.shape[1] in (1, 3)
@@ -211,8 +217,13 @@ def _channels_first(images: np.ndarray, where: str) -> np.ndarray:
     )
 
 
-def _to_bytes(images: np.ndarray, where: str) -> np.ndarray:
-    """Images as whole numbers from 0 to 255."""
+def _scale_to_255(images: np.ndarray, where: str) -> np.ndarray:
+    """Scale floats from 0 to 1 to whole numbers from 0 to 255, in float64; bytes are unchanged.
+
+    Args:
+        images: an array of bytes, or of floats from 0 to 1.
+        where: the name of the array in errors.
+    """
     if images.dtype == np.uint8 or not images.size:
         return images
     if images.dtype.kind != "f":

@@ -17,7 +17,7 @@ FOLDER = {"train": "images_background", "test": "images_evaluation"}
 
 
 def read_omniglot(root: Path, split: str) -> Images:
-    """Omniglot with bright ink on black, as MNIST has it.
+    """Read Omniglot with bright ink on black, as MNIST has it.
 
     Args:
         root: the folder of datasets; the drawings are in it, in `omniglot` or in `omniglot-py`.
@@ -49,7 +49,7 @@ def read_omniglot(root: Path, split: str) -> Images:
 
 
 def _read_drawing(file: Path) -> np.ndarray:
-    """One drawing in gray, bright ink on black, resized to 28x28."""
+    """Read one drawing in gray, bright ink on black, resized to 28x28."""
     image = open_image(read_file_bytes(file), str(file)).convert("L")
     if image.size != (SIZE, SIZE):
         image = image.resize((SIZE, SIZE), pillow().Resampling.LANCZOS)

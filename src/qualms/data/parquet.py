@@ -29,7 +29,7 @@ class ParquetImages:
     """An open file with a column of images, and perhaps one of labels.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         file: pyarrow's ParquetFile.
         image_key: the column of images.
         label_key: the column of labels; None if there is none.
@@ -49,12 +49,12 @@ class ParquetImages:
         return [metadata.row_group(i).num_rows for i in range(self.file.num_row_groups)]
 
     def files(self, values: Iterable[Any], first: int = 0, prefix: str = "") -> list[File]:
-        """Images of consecutive rows as a reader takes them.
+        """Describe the images of consecutive rows for `read_images`.
 
         Args:
-            values: of the column of images.
+            values: the values of the column of images in these rows.
             first: the number of the first row.
-            prefix: what ids begin with.
+            prefix: the start of every id.
         """
         files = []
         for row, value in enumerate(values, first):
@@ -64,10 +64,10 @@ class ParquetImages:
 
 
 def open_parquet(path: Path, content: Any) -> ParquetImages:
-    """Open a file that has images.
+    """Open a .parquet file, and find its columns of images and labels.
 
     Args:
-        path: of the file, for errors.
+        path: the path of the file, for errors.
         content: the path, or pyarrow's buffer with the file's bytes.
     """
     parquet = import_extra("pyarrow.parquet", "pyarrow", ".parquet files")
@@ -87,7 +87,7 @@ def open_parquet(path: Path, content: Any) -> ParquetImages:
 
 
 def _first_of(keys: Sequence[str], columns: Sequence[str]) -> str | None:
-    """The first of some keys that is a column; None if there is none."""
+    """Find the first of some keys that is a column; None if there is none."""
     for key in keys:
         if key in columns:
             return key
@@ -97,11 +97,11 @@ def _first_of(keys: Sequence[str], columns: Sequence[str]) -> str | None:
 def read_parquet(
     path: Path, name: str, transform: ImageTransform | None = None, strict: bool = True
 ) -> Images:
-    """The images of one file in color, with labels and names of classes if it has them.
+    """Read the images of one file in color, with labels and names of classes if it has them.
 
     Args:
-        path: of the file.
-        name: of the images.
+        path: the path of the file.
+        name: the name of the images, in tables and errors.
         transform: how each image is resized; None leaves them in one size.
         strict: whether an image that cannot be read is an error.
     """
@@ -137,20 +137,20 @@ def read_parquet(
 
 
 def parquet_outline(path: Path) -> tuple[list[int], tuple[str, ...]]:
-    """The number of rows in each group of a file, and the names of its classes."""
+    """Read the number of rows in each group of a file, and the names of its classes."""
     table = open_parquet(path, path)
     with table.file:
         return table.groups, table.classes
 
 
 def parquet_files(path: Path, start: int, at_once: int, prefix: str = "") -> Iterator[list[File]]:
-    """The images from a row on, some at a time, without reading what comes before or after.
+    """Yield the images from a row on, several at a time; earlier groups of rows are not read.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         start: the number of the first row.
-        at_once: how many images are read at a time.
-        prefix: what ids begin with.
+        at_once: the number of images that are read at a time.
+        prefix: the start of every id.
     """
     table = open_parquet(path, path)
     with table.file, explain_parquet_errors(path):
@@ -159,10 +159,10 @@ def parquet_files(path: Path, start: int, at_once: int, prefix: str = "") -> Ite
         while skipped < len(groups) and row + groups[skipped] <= start:
             row += groups[skipped]
             skipped += 1
-        rest = list(range(skipped, len(groups)))
-        if not rest:
+        remaining = list(range(skipped, len(groups)))
+        if not remaining:
             return
-        for batch in table.file.iter_batches(at_once, rest, [table.image_key]):
+        for batch in table.file.iter_batches(at_once, remaining, [table.image_key]):
             values = batch.column(0).to_pylist()
             files = table.files(values, row, prefix)[max(0, start - row) :]
             row += len(values)
@@ -190,7 +190,7 @@ def explain_parquet_errors(path: Path) -> Iterator[None]:
 
 
 def _read_value(where: str, value: Any) -> bytes:
-    """The bytes of an image file in a row."""
+    """Return the bytes of the image file in a row, or raise `Unreadable`."""
     content = value
     if isinstance(value, dict):
         content = value.get("bytes")
@@ -200,7 +200,7 @@ def _read_value(where: str, value: Any) -> bytes:
 
 
 def _class_names(metadata: dict[bytes, bytes], label_key: str | None) -> tuple[str, ...]:
-    """The names of the classes; none where the metadata is missing, or somebody else's."""
+    """Read the names of the classes from Hugging Face's metadata; empty if there is no such."""
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
         names = features[label_key]["names"]

@@ -25,14 +25,14 @@ NUMBER = re.compile(r"[<>|=]?[biuf][1248]")
 
 
 class _Refused(Exception):
-    """The pickle imports a name that is not part of an array."""
+    """Raised if a pickle has more in it than arrays, numbers and text."""
 
 
 def read_pickle(path: Path) -> Any:
-    """The contents of a pickle.
+    """Read a pickle without running any code in it.
 
     Args:
-        path: of a pickle by Python 3, or by Python 2 in binary.
+        path: the path of a pickle by Python 3, or by Python 2 in binary.
 
     Returns:
         The object, with numpy arrays; text of Python 2 comes as bytes.
@@ -62,8 +62,8 @@ def read_pickle(path: Path) -> Any:
 def _require_bounds(content: bytes) -> None:
     """Raise if a length in a pickle goes beyond the file.
 
-    The reader makes room for as many remembered objects, and as many bytes, as the pickle claims.
-    Walking over it first runs nothing, and finds lengths of bytes that are not there.
+    The reader allocates memory for as many remembered objects, and as many bytes, as the pickle
+    claims. Walking over its operations first runs nothing, and finds lengths beyond the file.
     """
     for code, argument, _ in pickletools.genops(content):
         if code.name.endswith("PUT") and int(argument or 0) > len(content):
@@ -71,9 +71,9 @@ def _require_bounds(content: bytes) -> None:
 
 
 def _unwrap_arrays(content: Any) -> Any:
-    """Arrays in place of their stand-ins, right in the dictionary.
+    """Replace stand-ins by their arrays, among the values of a dictionary only.
 
-    Going further down could take forever in a pickle made for that.
+    Nested containers are left alone: in a malicious pickle, visiting them could take forever.
     """
     if not isinstance(content, dict):
         return content
@@ -84,7 +84,7 @@ def _unwrap_arrays(content: Any) -> Any:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """A reader to which only the stand-ins exist."""
+    """A reader of pickles that can import nothing but the stand-ins."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for a name that the pickle imports."""
@@ -125,11 +125,11 @@ class _Array:
 
 
 def _parse_array(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray:
-    """An array as a pickle writes it, each part of which may be anything.
+    """Check the parts of an array in a pickle, each of which may be anything, and build the array.
 
     Args:
-        content: the bytes of its numbers.
-        kind: the stand-in for its type.
+        content: the bytes of the numbers.
+        kind: the stand-in for the dtype.
         shape: a tuple of lengths.
         order: "F" if the first axis changes fastest.
     """
@@ -149,7 +149,7 @@ def _is_length(value: Any) -> bool:
 
 
 def _decode(value: Any) -> str:
-    """Decode text that Python 2 wrote as bytes."""
+    """Convert a value to text; Python 2 wrote text as bytes."""
     if not isinstance(value, str | bytes):
         raise _Refused(f"it describes an array by a {type(value).__name__} instead of text")
     if isinstance(value, bytes):
@@ -158,18 +158,18 @@ def _decode(value: Any) -> str:
 
 
 def _require_number(code: str) -> str:
-    """The code of a type, if it is one of plain numbers."""
+    """Return the code of a dtype, or raise an error if it is not one of plain numbers."""
     if not NUMBER.fullmatch(code):
         raise _Refused(f"it contains an array of type {code!r}")
     return code
 
 
-# What a pickle can call. They are objects without attributes: a pickle can also set attributes of
-# what it holds, and of a function or a class those would stay.
+# What a pickle can call. These are objects without attributes, not functions or classes: a pickle can
+# also set attributes of what it holds, and on a function or a class they would outlive it.
 
 
 class _Named:
-    """Used only for comparison; calling it is an error."""
+    """Stands in for a class that a pickle only refers to; calling it is an error."""
 
     __slots__ = ()
 
@@ -202,14 +202,14 @@ class _MakeArrayFromBuffer:
     __slots__ = ()
 
     def __call__(self, content: Any, kind: Any, shape: Any, order: Any, axes: Any = None) -> _Array:
-        """An array in one piece.
+        """Build an array whose numbers are in one piece of bytes.
 
         Args:
-            content: the bytes of its numbers.
-            kind: the stand-in for its type.
+            content: the bytes of the numbers.
+            kind: the stand-in for the dtype.
             shape: a tuple of lengths.
             order: "F" if the first axis changes fastest.
-            axes: the order in which its axes are transposed.
+            axes: the order in which the axes are transposed; None for no transposition.
         """
         numbers = _parse_array(content, kind, shape, order)
         return _Array(numbers if axes is None else numbers.transpose(axes))
@@ -225,7 +225,7 @@ class _MakeNumber:
 
 
 class _Encode:
-    """Python 3 writes bytes as text for the reader of Python 2."""
+    """Stands in for `codecs.encode`: how Python 3 writes bytes for the reader of Python 2."""
 
     __slots__ = ()
 

@@ -9,18 +9,18 @@ from qualms.errors import QualmsError
 
 
 class NotFound(QualmsError):
-    """A dataset's file is in none of its places; `load` adds how to get it."""
+    """Raised if a dataset's file is in none of its places; `load` adds how to get the file."""
 
 
 def find_first(places: Iterable[Path], what: str) -> Path:
-    """The first of these files or folders that exists.
+    """Find the first of some files or folders that exists.
 
     Args:
-        places: in the order in which they are tried.
-        what: what the error calls the file.
+        places: the paths, in the order in which they are tried.
+        what: what the error calls the file or folder.
 
     Raises:
-        NotFound: if none of them exists.
+        NotFound: if no path exists.
     """
     folders = []
     for place in places:
@@ -31,7 +31,7 @@ def find_first(places: Iterable[Path], what: str) -> Path:
 
 
 def read_file_bytes(path: Path) -> bytes:
-    """The bytes of a file; a `QualmsError` names the file if they cannot be read."""
+    """Read the bytes of a file, or raise a `QualmsError` that names the file."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -46,8 +46,8 @@ def import_extra(module: str, package: str, what: str, group: str = "app") -> An
     Args:
         module: the module's import path.
         package: what pip calls the package that has it.
-        what: what needs it, for the error.
-        group: the extra of qualms that brings it.
+        what: what needs the package, for the error.
+        group: the extra of qualms that installs the package.
 
     Returns:
         The module.

@@ -1,4 +1,4 @@
-"""Whether a PNG file is complete.
+"""Check that a PNG file is complete.
 
 Pillow does not verify checksums of pixels, and leaves missing rows black, so that a truncated file
 would be scored as if it were complete.
@@ -25,14 +25,14 @@ ONE_PASS = ((0, 0, 1, 1),)
 
 
 def require_complete_png(content: bytes, image: Any) -> None:
-    """Raise an OSError if a chunk that matters is damaged, or if rows are missing.
+    """Raise an OSError if a chunk other than metadata is damaged, or if rows are missing.
 
-    Rows can be missing only where the last one is empty, so other images are not decompressed a
-    second time; interlaced ones and those of 16 bits always are.
+    Rows can be missing only if Pillow left the last row black. So other images are not decompressed
+    a second time, unless they are interlaced or have 16 bits.
 
     Args:
         content: the file's bytes.
-        image: what Pillow made of them.
+        image: the Pillow image of these bytes.
     """
     header, pixels = _read_chunks(content)
     wide, high, depth, color, _, _, is_interlaced = struct.unpack(">IIBBBBB", header)

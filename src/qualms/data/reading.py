@@ -1,6 +1,6 @@
 """Read many image files into one array.
 
-Images are transformed as they are read, so that never more than one is there in full size.
+Images are transformed as they are read, so that only one at a time is in memory in full size.
 """
 
 from collections import Counter
@@ -21,9 +21,9 @@ class File:
     """An image to be read.
 
     Args:
-        id: its name.
-        where: what an error calls it.
-        content: returns its bytes, or raises `Unreadable`.
+        id: the name of the image.
+        where: what an error calls the image.
+        content: returns the bytes of the image file, or raises `Unreadable`.
     """
 
     id: str
@@ -33,13 +33,13 @@ class File:
 
 @dataclass(frozen=True)
 class Read:
-    """The images that could be read, and the others.
+    """The images that could be read, and the files that could not.
 
     Args:
         pixels: bytes [n, channels, height, width].
-        kept: the positions of these images among the files.
-        notes: what was changed, in sentences.
-        rejected: the other files.
+        kept: the position of each image among the files.
+        notes: what was changed in the images, in sentences.
+        rejected: the files that could not be read.
     """
 
     pixels: UInt8[np.ndarray, "n c h w"]
@@ -55,14 +55,15 @@ def read_images(
     strict: bool,
     may_be_empty: bool = False,
 ) -> Read:
-    """Read images.
+    """Read image files into one array.
 
     Args:
-        files: the images.
-        where: what an error calls all of them.
+        files: the images to read.
+        where: what an error calls all files together.
         transform: how each image is resized; None leaves them in color and in one size.
         strict: whether the first image that cannot be read is an error.
-        may_be_empty: whether it is no error that none can be read, as there are others.
+        may_be_empty: whether it is allowed that no image can be read, because these are only some of
+            the files.
     """
     pixels = np.empty((0, 3, 1, 1), np.uint8)
     kept: list[int] = []
@@ -102,7 +103,7 @@ def read_images(
 def _describe(
     changes: Counter[str], transform: ImageTransform | None, sizes: list[tuple[int, int]]
 ) -> tuple[str, ...]:
-    """What was changed, in sentences."""
+    """Describe what was changed in the images, in sentences."""
     if transform is None:
         return tuple(describe_changes(changes))
     if transform.channels == 1:
@@ -112,7 +113,7 @@ def _describe(
 
 
 def _nothing_read(where: object, rejected: Sequence[Rejected]) -> QualmsError:
-    """The error that no image could be read."""
+    """Create the error that no image could be read."""
     if not rejected:
         return QualmsError(f"{where} contains no images; check the path.")
     first = rejected[0]

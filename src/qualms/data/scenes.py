@@ -26,11 +26,11 @@ KINDS = ("digits", "letters", "photos")  # of unknown objects
 LIKE_DIGITS = "bDIilOoSsZz"  # letters that look like 6, 0, 1, 5 or 2
 NORMALIZATION = Normalization((0.3,), (0.3,))
 OBJECT = 8  # pixels a side of an object before it is enlarged
-SIDES = (12, 20)  # and after, at least and at most
-OBJECTS = (2, 4)  # known ones in a scene, at least and at most, if there is room
-TRIES = 20  # places that are tried for each
-INK = 0.45  # the pixels of an object are at least so opaque
-PAPER = 0.15  # and those of the background at most
+SIDES = (12, 20)  # the least and the most pixels a side of an enlarged object
+OBJECTS = (2, 4)  # the least and the most known objects in a scene, if there is room
+TRIES = 20  # random places that are tried for each object
+INK = 0.45  # pixels of at least this opacity are labeled as the object
+PAPER = 0.15  # pixels of at most this opacity are labeled as background
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +52,13 @@ class Scenes:
 
 @dataclass(frozen=True, eq=False)
 class _Objects:
-    """What is pasted into scenes.
+    """Objects that can be pasted into scenes.
 
     Args:
-        shapes: objects from 0 to 1, [n, 8, 8].
-        labels: of their pixels, [n].
-        is_ink: whether they are ink on nothing; else they cover all that is below.
+        shapes: the brightness of each object's pixels, from 0 to 1, [n, 8, 8].
+        labels: the label of each object's pixels, [n].
+        is_ink: whether brightness is opacity, as of ink on transparent paper; else objects are
+            opaque squares.
     """
 
     shapes: Float[Tensor, "n 8 8"]
@@ -66,12 +67,12 @@ class _Objects:
 
 
 def scenes(count: int, split: str = "test", unknown: str | None = None, seed: int = 0) -> Scenes:
-    """Scenes of two to four known digits each, and of one unknown object if requested.
+    """Draw scenes of two to four known digits each, and of one unknown object if requested.
 
     Scene i follows from its number and the arguments alone, not from how many are made.
 
     Args:
-        count: how many.
+        count: the number of scenes.
         split: "train" or "test", for digits, letters and photographs.
         unknown: a kind of `KINDS`, or None.
         seed: decides the draws.
@@ -99,7 +100,7 @@ def scenes(count: int, split: str = "test", unknown: str | None = None, seed: in
 
 
 def _shrink(pixels: UInt8[Tensor, "n c h w"]) -> Float[Tensor, "n 8 8"]:
-    """Images in gray from 0 to 1, of the size of the digits."""
+    """Convert images to gray from 0 to 1, and shrink them to the size of the digits."""
     gray = pixels.float().mean(1, keepdim=True) / 255
     size = (OBJECT, OBJECT)
     small = F.interpolate(gray, size, mode="bilinear", antialias=True)
@@ -113,7 +114,7 @@ def _enlarge(shape: Float[Tensor, "8 8"], size: int) -> Float[Tensor, "k k"]:
 
 
 def _crop_margin(letter: UInt8[Tensor, "c h w"]) -> UInt8[Tensor, "c k l"]:
-    """A letter without its margin: the digits have none."""
+    """Crop a letter to its ink: the digits have no margin either."""
     _, rows, columns = letter.nonzero(as_tuple=True)
     height = slice(int(rows.min()), int(rows.max()) + 1)
     width = slice(int(columns.min()), int(columns.max()) + 1)
@@ -121,7 +122,7 @@ def _crop_margin(letter: UInt8[Tensor, "c h w"]) -> UInt8[Tensor, "c k l"]:
 
 
 def _split_digits(split: str) -> tuple[_Objects, _Objects]:
-    """The digits that are classes, and the others."""
+    """Return the digits that are classes of the network, and those that are unknown to it."""
     digits = read_digits(Path(), split)
     assert digits.labels is not None
     shapes = _shrink(digits.pixels)
@@ -137,7 +138,7 @@ def _as_unknown(shapes: Float[Tensor, "n 8 8"], is_ink: bool = True) -> _Objects
 
 
 def _unknown_objects(kind: str, split: str) -> _Objects:
-    """Objects of a kind that no network learns."""
+    """Read the objects of a kind that no network learns."""
     if kind == "photos":
         photos = read_photos(Path(), split)
         return _as_unknown(_shrink(photos.pixels), is_ink=False)
@@ -156,7 +157,7 @@ def _unknown_objects(kind: str, split: str) -> _Objects:
 
 
 def _draw_scene(known: _Objects, others: _Objects | None, draws: torch.Generator) -> "_Canvas":
-    """One scene; the unknown object takes its place first, so that there is room for it."""
+    """Draw one scene; the unknown object is pasted first, so that there is room for it."""
     scene = _Canvas(draws)
     if others is not None:
         scene.paste(others, scene.draw(len(others.shapes)))
@@ -179,7 +180,7 @@ class _Canvas:
         self.taken = torch.zeros(SIZE, SIZE, dtype=torch.bool)
 
     def draw(self, end: int) -> int:
-        """A random number from 0 to below `end`."""
+        """Draw a whole number from 0 to `end - 1`."""
         return int(torch.randint(end, (), generator=self.draws))
 
     def paste(self, objects: _Objects, i: int) -> None:
@@ -203,7 +204,7 @@ class _Canvas:
         self.taken[place] = True
 
     def _find_place(self, size: int) -> tuple[slice, slice] | None:
-        """A random square where there is no object yet; None if none is found."""
+        """Find a random square without an object; None if no try succeeds."""
         for _ in range(TRIES):
             top = self.draw(SIZE - size + 1)
             left = self.draw(SIZE - size + 1)
@@ -215,7 +216,7 @@ class _Canvas:
         return None
 
     def pixels(self) -> UInt8[Tensor, "1 h w"]:
-        """The image in bytes, with noise."""
+        """Convert the image to bytes, with noise added."""
         noise = torch.randn(SIZE, SIZE, generator=self.draws)
         noisy = 255 * (self.image + 0.04 * noise)
         return noisy.round().clamp(0, 255).to(torch.uint8)[None]

@@ -17,7 +17,7 @@ from qualms.errors import QualmsError, reason
 
 
 def read_svhn(root: Path, split: str) -> Images:
-    """SVHN: house numbers, one digit in the middle of each image.
+    """Read SVHN: house numbers, one digit in the middle of each image.
 
     Args:
         root: the folder of datasets; the file is in it, in `svhn` or in `SVHN`.
@@ -53,7 +53,7 @@ def _are_svhn_labels(labels: np.ndarray) -> bool:
 
 
 def _read_variables(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file by name, `X` and `y` among them."""
+    """Read the arrays of a file by name; `X` and `y` must be among them."""
     content = read_file_bytes(path)
     try:
         variables = read_mat(content)

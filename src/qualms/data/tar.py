@@ -20,11 +20,11 @@ RECORD = 20 * 512  # bytes, the unit in which such files are filled up with zero
 
 
 def tar_files(path: Path, prefix: str = "") -> Iterator[File]:
-    """The image of each sample in the order of the file; what is no image, as labels, is skipped.
+    """Yield the image of each sample in the order of the file, without labels and the like.
 
     Args:
-        path: of the file.
-        prefix: what ids begin with.
+        path: the path of the file.
+        prefix: the start of every id.
     """
     library = import_extra("webdataset.tariterators", "webdataset", ".tar files", "scale")
 
@@ -55,7 +55,7 @@ def tar_files(path: Path, prefix: str = "") -> Iterator[File]:
 def _require_complete(path: Path) -> None:
     """Raise unless the headers of a file lead to its end.
 
-    Readers take a header that is cut off for the end of the samples.
+    Other readers take a truncated header for the end of the file.
     """
     with _open(path) as file:
         for _ in file:
@@ -77,8 +77,9 @@ def _open(path: Path) -> tarfile.TarFile:
 
 
 def _find_image(sample: dict[str, Any], where: str) -> bytes:
-    """The image of a sample: the one with a plain ending, as in x.jpg, if others have more, as in
-    x.mask.png.
+    """Find the image of a sample.
+
+    If there are several, the one with a single ending counts: x.jpg, not x.mask.png.
     """
     images, plain = [], []
     for field, value in sample.items():

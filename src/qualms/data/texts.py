@@ -52,9 +52,10 @@ class Entry:
     """A text to be read.
 
     Args:
-        id: its place in the file or folder.
-        where: what an error calls it.
-        content: returns its own name, if it has one, and the text, or raises `Unreadable`.
+        id: the place of the text in the file or folder, such as `line 3`.
+        where: what an error calls the text.
+        content: returns the name that the file gives the text, None without one, and the text; or
+            raises `Unreadable`.
     """
 
     id: str
@@ -63,7 +64,7 @@ class Entry:
 
 
 def read_texts(name: str | Path, root: str | Path | None = None, strict: bool = True) -> Texts:
-    """The documents of a file or a folder.
+    """Read the documents of a file or a folder.
 
     Args:
         name: a `.txt` file, which is one document of that name; a folder of such files, at any
@@ -96,7 +97,7 @@ def read_texts(name: str | Path, root: str | Path | None = None, strict: bool = 
 def _read_documents(
     place: Path, entries: Iterator[Entry] | Sequence[Entry], source: str, strict: bool
 ) -> Texts:
-    """The texts that can be read, each with a name of its own.
+    """Read texts, and give each a distinct name.
 
     Args:
         place: the file or folder, for errors.
@@ -108,15 +109,15 @@ def _read_documents(
     rejected: list[Rejected] = []
     for entry in entries:
         try:
-            own_name, text = entry.content()
+            given_name, text = entry.content()
             _require_text(text, entry.where)
-            _require_no_surrogates(own_name or "", entry.where, "named in")
+            _require_no_surrogates(given_name or "", entry.where, "named in")
         except Unreadable as error:
             if strict:
                 raise
             rejected.append(Rejected(entry.id, error.reason))
             continue
-        name = own_name or entry.id
+        name = given_name or entry.id
         while name in documents:  # names in a table must be distinct
             name = f"{name} ({entry.id})"
         documents[name] = Document(name, text)
@@ -126,12 +127,12 @@ def _read_documents(
 
 
 def _as_entry(path: Path, name: str) -> Entry:
-    """A file as a text to be read."""
+    """Describe a .txt file as a text to be read."""
     return Entry(name, str(path), partial(_read_file, path))
 
 
 def _list_files(folder: Path) -> Iterator[Entry]:
-    """The .txt files of a folder at any depth, without what is hidden."""
+    """Yield the .txt files of a folder at any depth, without hidden ones."""
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
         is_hidden = any(part.startswith(".") for part in inside.parts)
@@ -140,7 +141,11 @@ def _list_files(folder: Path) -> Iterator[Entry]:
 
 
 def _read_file(path: Path) -> tuple[None, str]:
-    """Read a file as text without a name of its own; all line breaks become newlines."""
+    """Read a .txt file; all line breaks become newlines.
+
+    Returns:
+        None, as the file gives the text no name, and the text.
+    """
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -151,7 +156,7 @@ def _read_file(path: Path) -> tuple[None, str]:
 
 
 def _list_lines(path: Path) -> Iterator[Entry]:
-    """The lines of a .jsonl file that are not empty."""
+    """Yield the lines of a .jsonl file that are not empty."""
     for number, line in enumerate(read_file_bytes(path).split(b"\n"), 1):
         if line.strip():
             where = f"line {number} of {path}"
@@ -163,7 +168,7 @@ def _read_line(line: bytes, where: str) -> tuple[str | None, str]:
 
     Args:
         line: the bytes of the line.
-        where: its name in errors.
+        where: what errors call the line.
     """
     try:
         values = json.loads(line.decode("utf-8-sig"))
@@ -177,7 +182,7 @@ def _read_line(line: bytes, where: str) -> tuple[str | None, str]:
 
 
 def _list_rows(path: Path) -> Iterator[Entry]:
-    """The rows of a .parquet file."""
+    """Yield the rows of a .parquet file."""
     arrow = import_extra("pyarrow", "pyarrow", ".parquet files")
     parquet = import_extra("pyarrow.parquet", "pyarrow", ".parquet files")
     with explain_parquet_errors(path):
@@ -196,7 +201,7 @@ def _list_rows(path: Path) -> Iterator[Entry]:
 
 
 def _name_and_text(values: Mapping[str, Any], where: str) -> tuple[str | None, str]:
-    """The name, if there is one, and the text of a line or row."""
+    """Return the name of a line or row, None without one, and its text."""
     text = values.get(TEXT)
     if not isinstance(text, str):
         raise Unreadable(where, f'without a string in "{TEXT}"')
@@ -221,12 +226,12 @@ def _require_no_surrogates(text: str, where: str, how: str) -> None:
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
-    """The reason that bytes cannot be read as UTF-8."""
+    """Return the reason that bytes cannot be read as UTF-8."""
     return f"not in UTF-8 (byte {error.start})"
 
 
 def _nothing_read(where: Path, rejected: Sequence[Rejected]) -> QualmsError:
-    """The error that no text could be read."""
+    """Create the error that no text could be read."""
     if not rejected:
         return QualmsError(f"{where} contains no texts; pass {KINDS}.")
     first = rejected[0]

@@ -24,9 +24,9 @@ from qualms.methods.gradient_score import GradientScore, weighted_sum
 from qualms.methods.head import Head
 from qualms.methods.method import LOGITS, Method
 
-BLOCK_BYTES = 2**25  # of the projections that exist at once
+BLOCK_BYTES = 2**25  # the size of the projections that exist at once
 DOUBLE = 8  # bytes
-NOWHERE = -100  # a target that stands for none, as in torch's losses
+NOWHERE = -100  # the target of a position without one, as in torch's losses
 Group = tuple[Smoothing | None, float | None]  # perturbations and λ of scores that share tangents
 
 
@@ -48,21 +48,24 @@ def logit_scores(
     """Compute the scores that need the logits alone.
 
     Args:
-        methods: by name; gradient scores are left out.
-        logits: at all positions.
-        model_context: of the model.
+        methods: the methods by name; gradient scores are left out.
+        logits: the logits at all positions.
+        model_context: the model.
+
+    Returns:
+        The scores at all positions, by the name of the method.
     """
-    own = {name: m for name, m in methods.items() if not isinstance(m, GradientScore)}
-    parts: dict[str, list[Tensor]] = {name: [] for name in own}
+    logit_methods = {name: m for name, m in methods.items() if not isinstance(m, GradientScore)}
+    parts: dict[str, list[Tensor]] = {name: [] for name in logit_methods}
     for some in blocks(*logits.shape):
         context = _LogitsContext(model_context, logits[some])
-        for name, method in own.items():
+        for name, method in logit_methods.items():
             parts[name].append(method.score(context))
     return {name: torch.cat(values) for name, values in parts.items()}
 
 
 class _LogitsContext(BatchContext):
-    """Positions in place of inputs, with nothing but their logits, which are the batch."""
+    """A context whose inputs are positions and whose batch is their logits; no model is run."""
 
     @cached_property
     def _plain_results(
@@ -85,12 +88,12 @@ def groups_of(
 
 
 def blocks(positions: int, classes: int, at_once: int = 1) -> Iterator[slice]:
-    """Split positions into blocks whose projections are held at the same time.
+    """Split positions into blocks whose projections fit `BLOCK_BYTES` together.
 
     Args:
-        positions: their number.
-        classes: their number.
-        at_once: tangents at a time.
+        positions: the number of positions.
+        classes: the number of classes.
+        at_once: the number of tangents that run at once.
     """
     size = max(1, BLOCK_BYTES // (DOUBLE * classes * at_once))
     for start in range(0, positions, size):
@@ -99,19 +102,22 @@ def blocks(positions: int, classes: int, at_once: int = 1) -> Iterator[slice]:
 
 @dataclass
 class TangentSums:
-    """Sums over the tangents so far of one input, for the scores of one group.
+    """Accumulates, for one input, what the gradient scores of one group need from each tangent.
+
+    Axes: t positions, g tangents that run at once, m directions.
 
     Attributes:
-        methods: the scores, by name.
-        shape: positions, classes.
-        rows: of the input and its perturbed copies, averaged over before anything is squared.
-        targets: the classes of a text, NOWHERE where it has none.
-        like: a tensor of the logits' type and device.
-        tangents: how many were added.
-        squares: [t, m], by direction.
-        quadratic: [t] for each tangent, by method, for scores of squared norms.
-        target_sums: a number for each tangent.
-        mean: [t, g, m] of the rows so far, by direction.
+        methods: the scores by name; all have the same smoothing and λ.
+        shape: the numbers of positions and of classes.
+        rows: the number of rows, which are the input and its perturbed copies; projections are
+            averaged over them before anything is squared.
+        targets: the true class at each position, NOWHERE where there is none; None without targets.
+        like: a tensor with the logits' dtype and device.
+        tangents: the number of tangents added so far.
+        squares: the sums of squared projections [t, m], by direction, for scores of norms.
+        quadratic: Σ_m w_m (g_m·s)² [t] of each tangent s, by method, for scores of squared norms.
+        target_sums: Σ_t g_{y_t}·s of each tangent s, for the targets y_t.
+        mean: the projections [t, g, m] averaged over the rows so far, by direction.
     """
 
     methods: Mapping[str, GradientScore]
@@ -141,7 +147,12 @@ class TangentSums:
 
     @staticmethod
     def held(shape: tuple[int, int], rows: int) -> int:
-        """Bytes kept for each tangent at once: the rows' mean, if there are several."""
+        """Bytes kept for each tangent that runs at once: the mean over rows, if there are several.
+
+        Args:
+            shape: the numbers of positions and of classes.
+            rows: the number of rows: the input and its perturbed copies.
+        """
         return DOUBLE * shape[0] * shape[1] if rows > 1 else 0
 
     def add(self, products: PositionProducts) -> None:
@@ -154,21 +165,21 @@ class TangentSums:
         at_once = len(products.tangents)
         quadratic: dict[str, list[Tensor]] = {name: [] for name in self.quadratic}
         target_sums = self.like.new_zeros(at_once, dtype=torch.double)
-        for some in blocks(*self.shape, at_once):
-            y = products.tangents[:, some].movedim(0, 1)
+        for block in blocks(*self.shape, at_once):
+            y = products.tangents[:, block].movedim(0, 1)
             if not bool(torch.isfinite(y).all()):
                 raise QualmsError(
                     "the sketch overflowed the model's precision; use float32, or a few positions= "
                     "with engine='exact'."
                 )
-            projections = {n: self._average_rows(n, some, products, y) for n in self.directions}
+            projections = {n: self._average_rows(n, block, products, y) for n in self.directions}
             if not is_last:
                 continue
-            self._add_squares(some, projections)
+            self._add_squares(block, projections)
             for name, sums in quadratic.items():
-                sums.append(self._quadratic_sum(name, some, projections))
+                sums.append(self._quadratic_sum(name, block, projections))
             if self.targets is not None:
-                target_sums += self._target_sum(self.targets[some], projections["classes"])
+                target_sums += self._target_sum(self.targets[block], projections["classes"])
         if is_last:
             self.tangents += at_once
             self.mean.clear()
@@ -180,27 +191,29 @@ class TangentSums:
     def _average_rows(
         self,
         name: str,
-        some: slice,
+        block: slice,
         products: PositionProducts,
         y: Float[Tensor, "n g c"],
     ) -> Float[Tensor, "n g m"]:
-        """The projections along one set of directions, averaged over the rows up to this one.
+        """Compute the projections along one set of directions, averaged over the rows so far.
+
+        Each row adds 1/rows of its projections, so the result is the mean at the last row.
 
         Args:
-            name: of the set.
-            some: positions.
-            products: of this row.
-            y: its products at these positions.
+            name: the name of the set of directions.
+            block: the positions.
+            products: the logits and the products with tangents of this row, at all positions.
+            y: the products of this row at the positions of the block.
         """
-        now = project_one_set(name, products.logits[some][:, None], y)
+        now = project_one_set(name, products.logits[block][:, None], y)
         if self.rows == 1:
             return now
         if name not in self.mean:
             self.mean[name] = now.new_zeros(self.shape[0], *now.shape[1:])
-        self.mean[name][some] += now / self.rows
-        return self.mean[name][some]
+        self.mean[name][block] += now / self.rows
+        return self.mean[name][block]
 
-    def _add_squares(self, some: slice, projections: Mapping[str, Float[Tensor, "n g m"]]) -> None:
+    def _add_squares(self, block: slice, projections: Mapping[str, Float[Tensor, "n g m"]]) -> None:
         """Add the squared projections of a block of positions, for sums of norms."""
         for name in self.linear_directions:
             squares = projections[name].square().sum(1)
@@ -213,21 +226,27 @@ class TangentSums:
                     dtype=dtype,
                     device=squares.device,
                 )
-            self.squares[name][some] += squares.to(self.squares[name])
+            self.squares[name][block] += squares.to(self.squares[name])
             if name == "classes":
                 assert self.likeliest is not None
-                self.likeliest_squares[some] += squares.gather(-1, self.likeliest[some])
+                self.likeliest_squares[block] += squares.gather(-1, self.likeliest[block])
 
     def _quadratic_sum(
         self,
         name: str,
-        some: slice,
+        block: slice,
         projections: Mapping[str, Float[Tensor, "n g m"]],
     ) -> Float[Tensor, "g n"]:
-        """Σ_m w_m (g_m·s)² of a method for each tangent s, at a block of positions."""
+        """Compute Σ_m w_m (g_m·s)² of a method for each tangent s, at a block of positions.
+
+        Args:
+            name: the name of the method.
+            block: the positions.
+            projections: g_m·s at these positions, by direction.
+        """
         method = self.methods[name]
         assert self.own_logits is not None
-        weights = method.weights_at(self.own_logits[some])
+        weights = method.weights_at(self.own_logits[block])
         return torch.einsum("tm,tgm->gt", weights, projections[method.direction].square())
 
     def _target_sum(
@@ -235,7 +254,12 @@ class TangentSums:
         targets: Int[Tensor, " n"],
         projections: Float[Tensor, "n g c"],
     ) -> Float[Tensor, " g"]:
-        """Σ_t g_{y_t}·s over a block of positions, for each tangent s."""
+        """Compute Σ_t g_{y_t}·s over a block of positions, for each tangent s.
+
+        Args:
+            targets: the true classes y_t at these positions; negative ones do not count.
+            projections: g_c·s at these positions.
+        """
         index = targets.clamp_min(0)[:, None, None].expand(-1, projections.shape[1], 1)
         of_targets = projections.gather(-1, index)[..., 0]
         return torch.where((targets >= 0)[:, None], of_targets, 0.0).sum(0)
@@ -244,12 +268,22 @@ class TangentSums:
         self,
         logits: Float[Tensor, "t c"],
     ) -> dict[str, tuple[Float[Tensor, " t"], Float[Tensor, " t"]]]:
-        """Each score with its standard error, NaN where all projections would be needed at once."""
+        """Compute each score with its standard error from the sums over all tangents.
+
+        The error of a sum of norms is NaN: it would need all projections at once.
+
+        Args:
+            logits: the logits of the input at all positions.
+
+        Returns:
+            Scores and errors at all positions, by the name of the method.
+        """
         scores: dict[str, tuple[Tensor, Tensor]] = {}
         for name, method in self.methods.items():
             if method.power == 2:
-                each = torch.stack(self.quadratic[name])
-                scores[name] = each.mean(0), each.std(0) / len(each) ** 0.5
+                per_tangent = torch.stack(self.quadratic[name])
+                error = per_tangent.std(0) / len(per_tangent) ** 0.5
+                scores[name] = per_tangent.mean(0), error
                 continue
             value = self._sum_norms(method, logits)
             scores[name] = value, torch.full_like(value, torch.nan)
@@ -260,22 +294,22 @@ class TangentSums:
         method: GradientScore,
         logits: Float[Tensor, "t c"],
     ) -> Float[Tensor, " t"]:
-        """Σ_m w_m ‖g_m‖ of a method, a block of positions at a time."""
+        """Compute Σ_m w_m ‖g_m‖ of a method, a block of positions at a time."""
         parts: list[Tensor] = []
-        for some in blocks(*self.shape):
-            squares = self.squares[method.direction][some].double()
+        for block in blocks(*self.shape):
+            squares = self.squares[method.direction][block].double()
             if method.direction == "classes":
                 assert self.likeliest is not None
-                index = self.likeliest[some]
-                squares = squares.scatter(-1, index, self.likeliest_squares[some])
+                index = self.likeliest[block]
+                squares = squares.scatter(-1, index, self.likeliest_squares[block])
             norms = unbiased_root(squares / self.tangents, self.tangents)
-            parts.append(weighted_sum(norms, method.weights_at(logits[some])))
+            parts.append(weighted_sum(norms, method.weights_at(logits[block])))
         return torch.cat(parts)
 
     def of_text(self) -> float | None:
-        """‖∇θ Σ_t log p(y_t)‖ for each of the targets y_t; None if there are none."""
-        number = 0 if self.targets is None else int((self.targets >= 0).sum())
-        if number == 0:
+        """‖∇θ Σ_t log p(y_t)‖ divided by the number of targets y_t; None if there are none."""
+        num_targets = 0 if self.targets is None else int((self.targets >= 0).sum())
+        if num_targets == 0:
             return None
         mean_square = torch.stack(self.target_sums).square().mean()
-        return float(unbiased_root(mean_square, self.tangents)) / number
+        return float(unbiased_root(mean_square, self.tangents)) / num_targets

@@ -48,11 +48,11 @@ LOGITS = Directions(("logits",))
 
 
 def coherence(logits: Float[Tensor, "b c"], gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
-    """κ⁴ Σ_c sqrt(p_c) ‖g_c‖ / sqrt(Z).
+    """Compute κ⁴ Σ_c sqrt(p_c) ‖g_c‖ / sqrt(Z).
 
     Args:
         logits: z.
-        gram: G = J Jᵀ.
+        gram: G = J Jᵀ, the inner products between the gradients of all logits.
     """
     away = classes(logits[:, None])[:, :, 0]  # e_c - p: [c, b, c]
     norms = torch.einsum("cbi,bij,cbj->bc", away, gram, away).clamp_min(0).sqrt()
@@ -60,7 +60,7 @@ def coherence(logits: Float[Tensor, "b c"], gram: Float[Tensor, "b c c"]) -> Flo
 
 
 def class_weights(logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-    """sqrt(p / Z), by logarithms: one of the two may be beyond 64 bits where their ratio is not."""
+    """sqrt(p / Z), by logarithms: p or Z alone may be beyond 64 bits where p / Z is not."""
     return ((log_softmax(logits) - logits.logsumexp(-1, keepdim=True)) / 2).exp()
 
 
@@ -72,21 +72,23 @@ def collinearity(gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
     return squared_cosines(gram).sum((1, 2)) / (c * (c - 1))
 
 
-def collinearity_without_each(
-    gram: Float[Tensor, "b c c"],
-) -> Float[Tensor, "b c"]:
-    """κ without each of the classes."""
+def collinearity_without_each(gram: Float[Tensor, "b c c"]) -> Float[Tensor, "b c"]:
+    """κ over the pairs that leave one class out, for each class c left out."""
     c = gram.shape[-1]
     cosines = squared_cosines(gram)
     return (cosines.sum((1, 2))[:, None] - 2 * cosines.sum(2)) / ((c - 1) * (c - 2))
 
 
 def squared_cosines(gram: Float[Tensor, "b c c"]) -> Float[Tensor, "b c c"]:
-    """Between two different gradients; 0 on the diagonal."""
-    # Not their squares: products may not fit 64 bits.
+    """Compute the squared cosines between the gradients of every two logits; 0 on the diagonal.
+
+    Args:
+        gram: the inner products between the gradients of all logits.
+    """
+    # Divided by one length after the other: a product of two lengths may not fit 64 bits.
     lengths = gram.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
-    some = (lengths[:, :, None] > 0) & (lengths[:, None, :] > 0)
-    cosines = torch.where(some, gram / lengths[:, :, None] / lengths[:, None, :], 0).square()
+    has_cosine = (lengths[:, :, None] > 0) & (lengths[:, None, :] > 0)
+    cosines = torch.where(has_cosine, gram / lengths[:, :, None] / lengths[:, None, :], 0).square()
     return cosines - torch.diag_embed(cosines.diagonal(dim1=1, dim2=2))
 
 
@@ -95,22 +97,23 @@ def estimate_coherence(
     gram: Float[Tensor, "b m m"],
     directions: ContrastedClasses,
 ) -> Estimate:
-    """Coherence from inner products along some contrasts of classes, and its standard error.
+    """Estimate coherence and its standard error from a sample of the classes.
 
-    κ is the mean over pairs of classes, its error that of leaving out one class at a time. The sum
-    is estimated from the classes that were drawn for each input. Both errors are relative ones, κ's
-    counted four times.
+    κ is the mean over pairs of the sampled classes; its error is the jackknife's, from leaving out
+    one class at a time. The sum is estimated from the classes that were drawn for each input. The
+    relative error of the product is that of the sum and, since κ enters to the fourth power, four
+    times that of κ.
 
     Args:
         logits: z.
-        gram: inner products along the contrasts.
-        directions: the contrasts.
+        gram: inner products between the gradients along the contrasts.
+        directions: the contrasts: differences between logits of sampled classes.
     """
     n = directions.sample
     paired = slice(2, 2 + n)
     drawn = slice(2 + n, None)
-    # ⟨J_c, J_c'⟩ with J_c = d + b_c: d the likeliest logit's gradient, b_c what another one's
-    # differs by.
+    # ⟨J_c, J_c'⟩ with J_c = d + b_c, where d is the gradient of the likeliest logit, and b_c the
+    # difference between the gradient of logit c and d.
     across = gram[:, 1, paired]
     likeliest = gram[:, 1, 1][:, None, None]
     of_logits = likeliest + across[:, :, None] + across[:, None, :] + gram[:, paired, paired]
@@ -135,7 +138,12 @@ def sizes_of_classes(
     head: Float[Tensor, "c d"] | None,
     probs: Float[Tensor, "b c"],
 ) -> Float[Tensor, "b c"]:
-    """The sizes by which classes are drawn."""
+    """Compute the sizes of the classes, in proportion to which they are drawn.
+
+    Args:
+        head: the weight of the last linear layer; None if the logits come from elsewhere.
+        probs: the probabilities of each input.
+    """
     return class_sizes(probs.sqrt(), class_lengths(probs, head))
 
 
@@ -161,11 +169,11 @@ class Coherence(Method):
     always_exact = True
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """`coherence`, or its estimate."""
+        """Compute `coherence`, or estimate it if there are many classes."""
         return self.estimate(context).values
 
     def estimate(self, context: BatchContext) -> Estimate:
-        """`coherence`, or its estimate from some of many classes with the standard error."""
+        """Compute `coherence`, or estimate it with a standard error from a subset of many classes."""
         params = self.late_params(context)
         if self.num_directions(context.num_classes) == context.num_classes:
             table = context.exact_table(params, LOGITS, gram=True)
@@ -182,10 +190,10 @@ class Coherence(Method):
         return frozenset(name for block in blocks[-BLOCKS:] for name in block)
 
     def num_directions(self, classes: int) -> int:
-        """The number of backward passes: one per class, or those for some contrasts of classes."""
+        """The number of backward passes: one for each class, or for each contrast of sampled classes."""
         return min(classes, 2 + PAIRED + DRAWN)
 
     def _contrasts(self, context: BatchContext) -> ContrastedClasses:
-        """One object for all batches, which keeps what it computes."""
+        """Create the contrasts of sampled classes, which all batches share."""
         sizes = partial(sizes_of_classes, context.head_weight)
         return ContrastedClasses(("contrasted",), sizes, DRAWN, context.seed, PAIRED)

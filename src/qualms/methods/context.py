@@ -54,16 +54,16 @@ ROWS_WITH_GRAPH = 32  # in passes that keep their graph
 
 @dataclass
 class ModelContext:
-    """One model with what its scores are given and what they keep. The caller preserves its state
-    (`preserve_state`).
+    """One model, the settings and data of its scores, and what they cache. The caller restores the
+    model's state (`preserve_state`).
 
     Attributes:
         model: a classifier in evaluation mode.
-        settings: of the gradients.
+        settings: how gradients are computed.
         train: training inputs, for the methods that need them.
         members: further models, for `ensemble`.
         gradient_methods: the gradient scores that will be computed, which share their passes.
-        cache: what the engines found out about the model.
+        cache: what the engines have learned about the model.
         method_cache: what methods keep for this model, such as a posterior.
         compares: whether the exact engine will compare its logits with those of a plain pass.
     """
@@ -78,19 +78,32 @@ class ModelContext:
     compares: bool = False
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Compute something when it is first asked for, and keep it for this model."""
+        """Return what `compute` returns, called only once for this model and key.
+
+        Args:
+            key: identifies the result, such as the method that needs it.
+            compute: computes the result at the first call.
+        """
         if key not in self.method_cache:
             self.method_cache[key] = compute()
-        kept: T = self.method_cache[key]
-        return kept
+        result: T = self.method_cache[key]
+        return result
 
     def training_batches(self, method: str) -> Iterator[Batch]:
-        """Yield the training inputs without labels; `method` is named if there are none."""
+        """Yield the batches of training inputs without labels.
+
+        Args:
+            method: the name of the method that needs the data, for the error if there are none.
+        """
         for batch, _ in self.labeled_training_batches(method):
             yield batch
 
     def labeled_training_batches(self, method: str) -> Iterator[tuple[Batch, Tensor | None]]:
-        """The training inputs, each batch with its labels if it is a pair of inputs and labels."""
+        """Iterate over the batches of training inputs, each with its labels or None.
+
+        Args:
+            method: the name of the method that needs the data, for the error if there are none.
+        """
         if self.train is None:
             raise QualmsError(
                 f"{method} needs training data; pass train=, a loader of training inputs."
@@ -107,21 +120,21 @@ class ModelContext:
         return PassMemory("a forward pass", run, ROWS_AT_ONCE)
 
     def rows_at_once(self, batch: Batch, rows: int | None = None, held: int = 0) -> int:
-        """How many rows like those of a batch fit one plain forward pass.
+        """Compute how many rows fit the budget in one plain forward pass.
 
         Args:
-            batch: inputs of the shape in question.
-            rows: how many there are to run; those of the batch by default.
-            held: bytes held beside the pass.
+            batch: inputs of the shape of the rows.
+            rows: how many rows will be run in all; as many as the batch has by default.
+            held: bytes that are occupied during the pass by other tensors.
         """
         work = replace(self.plain_pass, extra_bytes=held)
         return work.rows_at_once(batch, rows or num_samples(batch), self.settings, self.cache)
 
     def rows_with_graph(self, batch: Batch, times: int = 1) -> int:
-        """How many rows fit one forward and backward pass.
+        """Compute how many rows fit the budget in one forward and backward pass.
 
         Args:
-            batch: inputs of the shape in question.
+            batch: inputs of the shape of the rows.
             times: how many times the memory of the graph the pass takes.
         """
 
@@ -142,12 +155,12 @@ class ModelContext:
 
 
 class BatchContext:
-    """What the scores of one batch share.
+    """One batch of inputs, and the results of the passes over it that its scores share.
 
     Attributes:
-        model_context: of the model.
+        model_context: the model, its settings and caches.
         batch: the inputs.
-        numbers: of the inputs, which decide their random draws; 0, 1, … by default.
+        numbers: a number for each input, which decides its random draws; 0, 1, … by default.
     """
 
     def __init__(
@@ -162,11 +175,16 @@ class BatchContext:
         self._results: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Compute something when it is first asked for, and keep it for this batch."""
+        """Return what `compute` returns, called only once for this batch and key.
+
+        Args:
+            key: identifies the result.
+            compute: computes the result at the first call.
+        """
         if key not in self._results:
             self._results[key] = compute()
-        kept: T = self._results[key]
-        return kept
+        result: T = self._results[key]
+        return result
 
     @property
     def model(self) -> nn.Module:
@@ -175,7 +193,7 @@ class BatchContext:
 
     @property
     def seed(self) -> int:
-        """Decides every random draw, together with an input's number."""
+        """The seed; with the number of an input, it decides every random draw."""
         return self.model_context.settings.seed
 
     @property
@@ -186,14 +204,12 @@ class BatchContext:
     # The one plain forward pass.
 
     @cached_property
-    def _plain_results(
-        self,
-    ) -> tuple[Float[Tensor, "b c"], Head | QualmsError]:
-        """The logits, and the head that computed them or the reason why there is none.
+    def _plain_results(self) -> tuple[Float[Tensor, "b c"], Head | QualmsError]:
+        """The logits, and the head that computed them or the error that there is none.
 
-        If an engine will compare its logits with these, inputs run in groups of every second one,
-        or fewer. The engine takes consecutive ones, so the comparison also shows whether inputs
-        influence each other.
+        If the exact engine will compare its logits with these, every k-th input is in one group,
+        k ≥ 2. The engine batches consecutive inputs, so the comparison also shows whether inputs
+        of a batch influence each other.
         """
         inputs = num_samples(self.batch)
         at_once = self.model_context.rows_at_once(self.batch)
@@ -217,12 +233,12 @@ class BatchContext:
 
     @property
     def known_logits(self) -> Float[Tensor, "b c"] | None:
-        """The logits for the exact engine to compare with, if it will."""
+        """The logits that the exact engine compares its own with; None if it will not run."""
         return self._plain_results[0] if self.model_context.compares else None
 
     @property
     def num_classes(self) -> int:
-        """C."""
+        """C, the number of classes."""
         return self._plain_results[0].shape[1]
 
     @property
@@ -232,7 +248,7 @@ class BatchContext:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that scores are returned in: that of the logits, 32 bits at least."""
+        """The dtype that scores are returned in: that of the logits, but at least float32."""
         return at_least_float32(self._plain_results[0]).dtype
 
     @cached_property
@@ -252,14 +268,19 @@ class BatchContext:
 
     @property
     def head_weight(self) -> Float[Tensor, "c f"] | None:
-        """The weight of that layer; None if the logits come from elsewhere."""
+        """The weight of the last fully connected layer; None if the logits come from elsewhere."""
         head = self._plain_results[1]
         return head.weight if isinstance(head, Head) else None
 
     # Gradients.
 
     def request(self, directions: Directions, smooth: Smoothing | None) -> GradientRequest:
-        """The batch as an engine takes it."""
+        """Create the request to an engine for gradients of this batch.
+
+        Args:
+            directions: the directions of the logits that gradients are taken along.
+            smooth: input noise that gradients are averaged over; None for no noise.
+        """
         return GradientRequest(
             self.model,
             self.batch,
@@ -275,12 +296,13 @@ class BatchContext:
         smooth: Smoothing | None,
         lam: float | None,
     ) -> LayerTable:
-        """Gradient norms of every layer, [b, m, l], by the engine of the settings.
+        """Compute gradient norms of every layer, [b, m, l], by the engine of the settings.
 
         Args:
-            directions: m of them.
-            smooth: perturbations that gradients are averaged over.
-            lam: the smallest λ of the scores that use the table; None if one of them has no λ.
+            directions: the m directions of the logits that gradients are taken along.
+            smooth: input noise that gradients are averaged over; None for no noise.
+            lam: the smallest λ of the scores that use the table; None if a score weights all layers
+                equally.
         """
 
         def compute() -> LayerTable:
@@ -298,24 +320,24 @@ class BatchContext:
         gram: bool = False,
         granularity: Granularity = "module",
     ) -> LayerTable:
-        """Gradients by some of the parameters, always by the exact engine.
+        """Compute gradients with respect to some parameters, always by the exact engine.
 
-        Backward passes go no further than the first of these parameters.
+        Backward passes stop at the first of these parameters.
 
         Args:
             params: names of the parameters.
-            directions: m of them.
-            gram: inner products [b, l, m, m] in place of norms [b, m, l].
+            directions: the m directions of the logits that gradients are taken along.
+            gram: whether the table has inner products [b, l, m, m] in place of norms [b, m, l].
             granularity: what a layer is.
         """
 
         def compute() -> LayerTable:
-            own = self.model_context.settings
+            shared = self.model_context.settings
             settings = Settings(
                 granularity=granularity,
                 params=params.__contains__,
-                budget=own.budget,
-                batch_size=own.batch_size,
+                budget=shared.budget,
+                batch_size=shared.batch_size,
             )
             request = replace(self.request(directions, None), settings=settings)
             cache = self.model_context.cache
@@ -329,31 +351,34 @@ class BatchContext:
         self,
         noise: Smoothing,
     ) -> Iterator[tuple[Int[Tensor, " rows"], Float[Tensor, "rows c"]]]:
-        """log p(y | x) and log p(y | x + Δx) for each draw of Δx, in parts.
+        """Compute log p(y | x) and log p(y | x + Δx) for each draw of Δx, in parts.
+
+        Args:
+            noise: the level and the number of draws.
 
         Yields:
-            The input that each row belongs to, and log p of the rows. Rows come input by input, the
-            input itself first, then its draws.
+            The index of the input that each row belongs to, and log p of the rows. Rows come input
+            by input, the unperturbed input first, then its draws.
         """
         rows_per_sample = noise.draws + 1
         inputs = num_samples(self.batch)
         held = rows_per_sample * batch_tensors(self.batch)[0][:1].nbytes
         at_once = self.model_context.rows_at_once(self.batch, inputs * rows_per_sample, held)
         sample_of_row = torch.arange(inputs, device=self.device).repeat_interleave(rows_per_sample)
-        first = 0
+        first_row = 0
         size = max(1, at_once // rows_per_sample)
         for start in range(0, inputs, size):
-            some = slice(start, start + size)
-            samples = take_samples(self.batch, some)
-            numbers = self.numbers[some]
+            block = slice(start, start + size)
+            samples = take_samples(self.batch, block)
+            numbers = self.numbers[block]
             for rows in perturbed_in_parts(samples, noise, numbers, self.seed, at_once):
                 log_q = log_softmax(self.forward(rows).double())
-                yield sample_of_row[first : first + len(log_q)], log_q
-                first += len(log_q)
+                yield sample_of_row[first_row : first_row + len(log_q)], log_q
+                first_row += len(log_q)
 
     @torch.no_grad()
     def forward(self, rows: ModelInput) -> Float[Tensor, "rows c"]:
-        """Run a plain forward pass."""
+        """Run a plain forward pass over all rows at once."""
         return forward_logits(self.model, rows)
 
     @torch.no_grad()
@@ -362,7 +387,7 @@ class BatchContext:
 
         Args:
             batch: inputs; those of this context by default.
-            held: bytes held beside the pass.
+            held: bytes that are occupied during the pass by other tensors.
         """
         batch = self.batch if batch is None else batch
         parts = parts_of(batch, self.model_context.rows_at_once(batch, held=held))
@@ -383,13 +408,13 @@ class BatchContext:
             self.model_context.rows_with_graph(self.batch, times),
         )
 
-    def blocks(self, bytes_each: int, what: str, most: int | None = None) -> Iterator[slice]:
-        """Split the inputs into blocks that hold a quarter of the budget at most.
+    def blocks(self, bytes_each: int, what: str, max_inputs: int | None = None) -> Iterator[slice]:
+        """Split the inputs into blocks whose results take at most a quarter of the budget.
 
         Args:
-            bytes_each: held for one input.
-            what: is held, for the error if it does not fit.
-            most: inputs of a block.
+            bytes_each: the size of what is held for one input.
+            what: a name for what is held, for the error if one input does not fit.
+            max_inputs: the largest number of inputs in a block; None for no limit.
         """
         budget = self.model_context.settings.budget
         require_room(
@@ -400,6 +425,6 @@ class BatchContext:
         )
         inputs = num_samples(self.batch)
         room = budget_of_rows(budget, self.device) // (4 * bytes_each)
-        size = max(1, min(most or inputs, room))
+        size = max(1, min(max_inputs or inputs, room))
         for start in range(0, inputs, size):
             yield slice(start, min(start + size, inputs))

@@ -1,4 +1,4 @@
-"""Logarithms of probabilities, and divergences between predictions, accurate for certain models.
+"""Logarithms of probabilities, and divergences between predictions, accurate for confident models.
 
 Beyond a margin of 37 between two logits, 1 - p is zero in double precision, so it is computed from
 the other classes. The difference of two entropies of almost the same predictions would be nothing
@@ -11,20 +11,22 @@ from torch import Tensor
 
 from qualms.gradients.directions import uniform
 
-AT_ONCE = 2**19  # entries, of which a dozen copies exist while a divergence is computed
+AT_ONCE = 2**19  # entries of q at a time; a dozen copies exist while a divergence is computed
 
 
 def log_softmax(logits: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
-    """log p_c. That of the likeliest class is -log(1 + s), with s the odds of all others."""
+    """Compute log p_c. For the likeliest class it is -log(1 + s), with s the sum of exp(z_k - z_c) of
+    all other classes k: accurate where p_c rounds to 1.
+    """
     best = logits.argmax(-1, keepdim=True)
     below = logits - logits.gather(-1, best)
     return below - log_sum_of_others(below, best).exp().log1p()
 
 
-def log_complements(
-    log_p: Float[Tensor, "... c"],
-) -> Float[Tensor, "... c"]:
-    """log(1 - p_c). That of the likeliest class comes from the probabilities of all others."""
+def log_complements(log_p: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
+    """Compute log(1 - p_c). For the likeliest class it is the log of the sum of all other
+    probabilities: accurate where p_c rounds to 1.
+    """
     best = log_p.argmax(-1, keepdim=True)
     return (-log_p.exp()).log1p().scatter(-1, best, log_sum_of_others(log_p, best))
 
@@ -33,13 +35,20 @@ def log_sum_of_others(
     log_p: Float[Tensor, "... c"],
     best: Int[Tensor, "... 1"],
 ) -> Float[Tensor, "... 1"]:
-    """log Σ p_c over all classes but `best`."""
+    """Compute log Σ p_c over all classes but `best`.
+
+    Args:
+        log_p: log p_c, or logits up to a shift.
+        best: the index of the class that is left out.
+    """
     return log_p.scatter(-1, best, -torch.inf).logsumexp(-1, keepdim=True)
 
 
 def kl(log_q: Float[Tensor, "... c"], log_p: Float[Tensor, "... c"]) -> Float[Tensor, "..."]:
-    """KL(q ‖ p) = Σ_c q_c log(q_c / p_c), as Σ_c (q_c log(q_c / p_c) - q_c + p_c), of which no term
-    is negative.
+    """Compute KL(q ‖ p) = Σ_c q_c log(q_c / p_c).
+
+    The sum is taken as Σ_c (q_c log(q_c / p_c) - q_c + p_c), in which no term is negative, so that
+    nothing cancels.
     """
     r = log_q - log_p
     up = r.clamp_min(0)
@@ -49,37 +58,30 @@ def kl(log_q: Float[Tensor, "... c"], log_p: Float[Tensor, "... c"]) -> Float[Te
     return torch.where(r > 0, above, below).clamp_min(0).sum(-1)
 
 
-def distance_from_uniform(
-    logits: Float[Tensor, "b c"],
-) -> Float[Tensor, " b"]:
-    """Σ_c |p_c - 1/C|, accurate where p is nearly uniform."""
+def distance_from_uniform(logits: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+    """Compute Σ_c |p_c - 1/C|, accurate where p is nearly uniform."""
     return uniform(logits[:, None])[0, :, 0].abs().sum(-1)
 
 
 def expected_kl(log_q: Float[Tensor, "b n c"], log_p: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
-    """E_n KL(q_n ‖ p), the mean over draws n."""
+    """Compute E_n KL(q_n ‖ p), the mean over draws n."""
     return kl(log_q, log_p[:, None]).mean(1)
 
 
-def mutual_information(
-    log_q: Float[Tensor, "b n c"],
-) -> Float[Tensor, " b"]:
-    """Mutual information between the prediction and what was drawn, from log q_n of each draw n.
+def mutual_information(log_q: Float[Tensor, "b n c"]) -> Float[Tensor, " b"]:
+    """Compute mutual information between the prediction and the draw, from log q_n of each draw n.
 
-    It is H(E_n q_n) - E_n H(q_n), computed as E_n KL(q_n ‖ E_n q_n): a sum over classes, of which a
-    block is computed at a time.
+    It is H(E_n q_n) - E_n H(q_n), computed as E_n KL(q_n ‖ E_n q_n), a block of classes at a time.
     """
     inputs, draws, _ = log_q.shape
     classes = max(1, AT_ONCE // (inputs * draws))
-    parts = [_information_of_classes(some) for some in log_q.split(classes, dim=-1)]
+    parts = [_information_of_classes(block) for block in log_q.split(classes, dim=-1)]
     return torch.stack(parts).sum(0)
 
 
-def _information_of_classes(
-    log_q: Float[Tensor, "b n c"],
-) -> Float[Tensor, " b"]:
-    """The contribution of a block of classes to the mutual information."""
-    most = log_q.amax(1, keepdim=True)
-    # Exact where all draws agree.
-    mean = most + (log_q - most).expm1().mean(1, keepdim=True).log1p()
-    return kl(log_q, mean).mean(1)
+def _information_of_classes(log_q: Float[Tensor, "b n c"]) -> Float[Tensor, " b"]:
+    """Compute the part of the mutual information that a block of classes contributes."""
+    largest = log_q.amax(1, keepdim=True)
+    # log E_n q_n; exact where all draws agree.
+    log_mean = largest + (log_q - largest).expm1().mean(1, keepdim=True).log1p()
+    return kl(log_q, log_mean).mean(1)

@@ -44,12 +44,12 @@ def drop(
     masks: Bool[Tensor, "n f"],
     p: float,
 ) -> Float[Tensor, "b n f"]:
-    """Features after dropout: masked, and divided by 1 - p.
+    """Apply dropout to features: mask them, and divide by 1 - p.
 
     Args:
-        features: of each input.
+        features: the features of each input.
         masks: True for the features that stay, in each of n draws.
-        p: the share that is dropped.
+        p: the share of features that is dropped.
     """
     return features[:, None] * masks / (1 - p)
 
@@ -86,11 +86,11 @@ class InsertedDropout(MonteCarlo):
 
     @property
     def extra_passes(self) -> float:
-        """None: only the last layer runs for every draw."""
+        """0: only the last layer runs for every draw."""
         return 0.0
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Mutual information over the masks."""
+        """Compute mutual information over the predictions with each mask."""
         head = context.head
         size = (self.draws, head.features.shape[1])
         uniform = torch.rand(size, generator=generator(context.seed, 0))
@@ -98,8 +98,8 @@ class InsertedDropout(MonteCarlo):
 
         def log_probs(block: slice) -> Iterator[Tensor]:
             features = head.features[block]
-            for some in masks.split(draws_at_once(len(features), len(head.weight))):
-                logits = head.logits(drop(features, some, self.p))
+            for mask_block in masks.split(draws_at_once(len(features), len(head.weight))):
+                logits = head.logits(drop(features, mask_block, self.p))
                 yield log_softmax(logits.double())
 
         return information_over_draws(context, self.draws, log_probs)
@@ -133,7 +133,7 @@ class MCDropout(MonteCarlo):
     rules: ClassVar = {"draws": whole(2)}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Mutual information over the masks."""
+        """Compute mutual information over the predictions with each mask."""
         layers = [m for m in context.model.modules() if isinstance(m, DROPOUT) and m.p > 0]
         if not layers:
             raise QualmsError(
@@ -153,8 +153,8 @@ class MCDropout(MonteCarlo):
         model_context, batch = context.model_context, context.batch
         work = PassMemory("a pass that is replayed", run, ROWS_AT_ONCE)
         settings, cache = model_context.settings, model_context.cache
-        most = work.rows_at_once(batch, num_samples(batch), settings, cache)
-        return information_over_draws(context, self.draws, log_probs, most)
+        max_inputs = work.rows_at_once(batch, num_samples(batch), settings, cache)
+        return information_over_draws(context, self.draws, log_probs, max_inputs)
 
 
 @torch.no_grad()
@@ -165,14 +165,14 @@ def _forward_thinned(
     draw: int,
     replay: "_Replay",
 ) -> Float[Tensor, "b c"]:
-    """The logits of one thinned network.
+    """Compute the logits of one thinned network: the model with the masks of one draw.
 
     Args:
-        context: of the model.
-        layers: its dropout layers.
-        part: inputs.
-        draw: its number, which decides the masks.
-        replay: of what comes before the first of the layers.
+        context: the context that holds the model.
+        layers: the dropout layers of the model.
+        part: the inputs.
+        draw: the number of the draw, which decides the masks.
+        replay: reuses what an earlier draw computed before the first dropout layer.
     """
     noise = generator(context.seed, draw)
     with (
@@ -189,13 +189,13 @@ def _apply_masks(
     noise: torch.Generator,
     replay: "_Replay",
 ) -> Iterator[None]:
-    """Let dropout layers, which are off in evaluation mode, multiply by masks.
+    """Inside, dropout layers multiply by masks, although they are off in evaluation mode.
 
     Args:
-        layers: dropout layers.
-        rows: inputs of the batch.
-        noise: that masks are drawn from.
-        replay: whose prefix ends at the first of the layers.
+        layers: the dropout layers.
+        rows: the number of inputs in the batch.
+        noise: the generator that masks are drawn from.
+        replay: the recorder of results, whose prefix ends at the first dropout layer.
     """
 
     def mask(layer: Any, _args: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -220,9 +220,9 @@ def _apply_masks(
 
 
 class _Replay:
-    """Repeats a forward pass, of which what comes before `end_prefix` is computed only once.
+    """Repeats a forward pass; what comes before `end_prefix` is computed only once.
 
-    The results of the first run's operations are returned again. If a later operation changes one
+    Later runs return the results of the first run's operations again. If a later operation changes one
     of them in place, they cannot be used, and later runs compute everything.
     """
 
@@ -234,7 +234,7 @@ class _Replay:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """One forward pass."""
+        """Inside, a forward pass is recorded, or reuses the recorded results up to `end_prefix`."""
         self._mode = _ReplayMode(self.results) if self._is_reusable else None
         if self._mode is None:
             yield
@@ -248,7 +248,7 @@ class _Replay:
             self.results = None
 
     def end_prefix(self) -> None:
-        """Mark that operations differ between runs from here on."""
+        """Mark that from here on operations differ from run to run."""
         if self._mode is not None and self._mode.is_prefix:
             self._mode.is_prefix = False
             if self.results is None:
@@ -256,7 +256,7 @@ class _Replay:
 
 
 def _versions(results: list[Any]) -> list[int]:
-    """The versions of all tensors; an in-place operation increments its tensor's version."""
+    """The version counter of every tensor in some results; an in-place operation increments it."""
     return [t._version for t in tensors_in(results)]
 
 
@@ -264,9 +264,9 @@ class _ReplayMode(TorchFunctionMode):
     """Records the results of operations, or returns those of an earlier run.
 
     Attributes:
-        earlier: results of the first run, in order.
-        results: of this run.
-        is_prefix: whether operations are still those that every run has in common.
+        earlier: the results of the first run, in order; None in the first run itself.
+        results: the results of this run.
+        is_prefix: whether operations are still among those that every run has in common.
     """
 
     def __init__(self, earlier: list[Any] | None) -> None:

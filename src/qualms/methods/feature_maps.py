@@ -24,7 +24,11 @@ INSTEAD = "energy, gradnorm-huang, odin or regrad"
 
 
 def remove_rank_1(maps: Float[Tensor, "b c p"]) -> Float[Tensor, "b c p"]:
-    """A - σ₁ u₁ v₁ᵀ: each matrix of channels by positions without its largest singular value."""
+    """Subtract the rank-1 part of the largest singular value from each matrix: A - σ₁ u₁ v₁ᵀ.
+
+    Args:
+        maps: a matrix A of channels by positions for each sample.
+    """
     left, values, right = torch.linalg.svd(maps.double(), full_matrices=False)
     return maps - (values[:, 0, None, None] * left[:, :, :1] * right[:, :1]).to(maps)
 
@@ -63,7 +67,7 @@ class RankFeat(Method):
         return 1.0
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Energy of the changed logits."""
+        """Compute the energy of the logits after the change."""
         parts: list[Tensor] = []
         for part in context.chunks(context.batch):
             parts.append(forward_with_changed_map(context.model, part, remove_rank_1, self.name))
@@ -73,10 +77,13 @@ class RankFeat(Method):
 def gradient_densities(
     gradients: Sequence[Float[Tensor, "b _ _ _"]],
 ) -> Float[Tensor, "b channels"]:
-    """The share of positions at which a gradient is not zero, of every channel.
+    """Compute for every channel the share of positions at which the gradient is not zero.
 
     Args:
-        gradients: with respect to feature maps, [b, channel, height, width].
+        gradients: gradients with respect to each feature map, [b, channel, height, width].
+
+    Returns:
+        The densities of the channels of all maps.
     """
     return torch.cat(
         [(g != 0).mean((2, 3), dtype=torch.double) for g in gradients],
@@ -129,9 +136,9 @@ class GAIA(Method):
         return 3.0
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """The mean over channels of density²."""
+        """Compute the mean over channels of density², and check that densities carry information."""
         densities: list[Tensor] = []
-        has_flat = False  # an operation with zero gradients, such as a ReLU
+        has_flat = False  # whether an operation can have zero gradients, such as a ReLU
         with all_parameters_differentiable(context.model):
             for part in context.chunks_with_graph(times=2):
                 density, is_flat = _measure_densities(context, part)
@@ -150,7 +157,12 @@ class GAIA(Method):
 
 
 def _densities_vary(context: BatchContext, has_flat: bool) -> bool:
-    """Whether inputs of noise have different densities; `has_flat` where there is no noise."""
+    """Whether densities differ between inputs of noise, so that they carry information.
+
+    Args:
+        context: inputs of the shape in question.
+        has_flat: the answer if no inputs of noise can be made.
+    """
     try:
         noise = noise_inputs(context, NOISE_INPUTS, GAIA.name)
     except QualmsError:
@@ -165,14 +177,14 @@ def _measure_densities(
     context: BatchContext,
     part: Batch,
 ) -> tuple[Float[Tensor, "b channels"], bool]:
-    """The densities of all channels, and whether an operation of the model has zero gradients."""
+    """Compute the densities of all channels, and whether an operation can have zero gradients."""
     recorder = MapRecorder(num_samples(part))
     logits = forward_logits(context.model, ModelInput(part), recorder)
     edges = recorder.edges()
     gradients: list[Tensor] = []
     if edges:
-        every = torch.autograd.grad(logits.amax(1).sum(), edges, allow_unused=True)
-        gradients = [g for g in every if g is not None]
+        map_gradients = torch.autograd.grad(logits.amax(1).sum(), edges, allow_unused=True)
+        gradients = [g for g in map_gradients if g is not None]
     if not gradients:
         raise QualmsError(
             "gaia needs feature maps of normalization layers or convolutions, but the model has "

@@ -31,15 +31,23 @@ def largest_features(
     features: Float[Tensor, "b f"],
     percentile: float,
 ) -> tuple[Float[Tensor, "b k"], Int[Tensor, "b k"]]:
-    """The values and indices of the features above a percentile of their number, at least one."""
+    """Select the features above a percentile of each input's features; at least one.
+
+    Args:
+        features: h.
+        percentile: p, from 0 to 100; the largest (100 - p) % of the features are selected.
+
+    Returns:
+        The values and the indices of the selected features, the largest first.
+    """
     count = features.shape[1]
     return torch.topk(features, max(1, count - round(count * percentile / 100)), dim=1)
 
 
 def activation_spread(features: Float[Tensor, "b f"], percentile: float) -> Float[Tensor, " b"]:
-    """r = Σ_i h_i / Σ of the h_i above a percentile.
+    """Compute r = Σ_i h_i / Σ of the h_i above a percentile.
 
-    Negative features count as zero, so r is at least 1 and finite. Without a positive feature it is
+    Negative features count as zero, so r is at least 1 and finite. Without a positive feature r is
     1.
     """
     active = features.double().relu()
@@ -53,15 +61,15 @@ def scale_features(
     bias: Float[Tensor, " c"] | None,
     spreads: Float[Tensor, " b"],
 ) -> Float[Tensor, "b c"]:
-    """The logits of exp(r) h, from those of h: exp(r) (z - b) + b.
+    """Compute the logits of exp(r) h from the logits of h: exp(r) (z - b) + b.
 
     Args:
-        logits: z.
-        bias: b.
+        logits: z, the logits of h.
+        bias: b of the last linear layer.
         spreads: r of each input.
     """
     shift = 0.0 if bias is None else bias.double()
-    # r is beyond this only at percentiles that leave fewer than one feature in eighty.
+    # r exceeds MAX_SPREAD only at percentiles that leave fewer than one feature in eighty.
     factors = spreads.clamp(max=MAX_SPREAD).exp()
     return (logits.double() - shift) * factors[:, None] + shift
 
@@ -75,10 +83,10 @@ def scale(
     """SCALE: energy of the logits of exp(r) h.
 
     Args:
-        logits: of h.
-        bias: b.
-        features: h.
-        percentile: p of r.
+        logits: z, the logits of h.
+        bias: b of the last linear layer.
+        features: h, which the last linear layer reads.
+        percentile: p in the definition of r.
     """
     spreads = activation_spread(features, percentile)
     return energy(scale_features(logits, bias, spreads))
@@ -114,7 +122,7 @@ class SCALE(Method):
     rules: ClassVar = {"percentile": PERCENTILE}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Energy of the logits of exp(r) h."""
+        """Compute the energy of the logits of exp(r) h."""
         head = context.head
         return scale(context.logits, head.bias, head.features, self.percentile)
 
@@ -134,10 +142,10 @@ def ash_s(
     """ASH-S: energy of the logits of exp(r) h, with all h_i up to the percentile set to zero.
 
     Args:
-        features: h.
-        weight: W.
-        bias: b.
-        percentile: p, of pruning and of r.
+        features: h, which the last linear layer reads.
+        weight: W of the last linear layer.
+        bias: b of the last linear layer.
+        percentile: p, both of the pruning and in the definition of r.
     """
     logits = F.linear(prune_features(features, percentile), weight, bias)
     return energy(scale_features(logits, bias, activation_spread(features, percentile)))
@@ -173,7 +181,7 @@ class ASHS(Method):
     rules: ClassVar = {"percentile": PERCENTILE}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Energy of the logits of the pruned and scaled features."""
+        """Compute the energy of the logits of the pruned and scaled features."""
         head = context.head
         return ash_s(head.features, head.weight, head.bias, self.percentile)
 
@@ -215,7 +223,7 @@ class LTS(Method):
     rules: ClassVar = {"percentile": PERCENTILE}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Energy of r² z."""
+        """Compute the energy of r² z."""
         return lts(context.logits, context.head.features, self.percentile)
 
 
@@ -258,10 +266,11 @@ class GradNormHuang(Method):
 
 
 def row_space(weight: Float[Tensor, "c f"]) -> Float[Tensor, "r f"]:
-    """An orthonormal basis V of the row space of a layer's weight: its right singular vectors.
+    """Compute an orthonormal basis V of the row space of a layer's weight: its right singular
+    vectors.
 
     Raises:
-        QualmsError: if that space is empty, or holds every feature vector.
+        QualmsError: if the row space is empty, or all of the feature space.
     """
     _, values, vectors = torch.linalg.svd(weight.double(), full_matrices=False)
     rounding = max(weight.shape) * torch.finfo(at_least_float32(weight).dtype).eps
@@ -281,7 +290,7 @@ def row_space(weight: Float[Tensor, "c f"]) -> Float[Tensor, "r f"]:
 
 
 def clafr(features: Float[Tensor, "b f"], basis: Float[Tensor, "r f"]) -> Float[Tensor, " b"]:
-    """ClaFR: ‖h - V Vᵀ h‖ / ‖h‖, the share of the norm outside of a space; 0 for a zero vector.
+    """ClaFR: ‖h - V Vᵀ h‖ / ‖h‖, the share of the norm outside of a subspace; 0 for a zero vector.
 
     Args:
         features: h.

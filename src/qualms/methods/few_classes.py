@@ -1,13 +1,13 @@
 """Scores that are sums over many classes, estimated from as few classes as a tolerance allows.
 
 Each input begins with as many classes as its logits suggest. If the error is then too large,
-further classes are drawn and added to those before. Rather than more than half of the classes, all
-are measured, which leaves no error. Which classes are measured for an input depends on itself and
-the seed alone.
+further classes are drawn and added to those before. If more than half of the classes would be
+needed, all are measured, which leaves no error. Which classes are measured for an input depends on
+that input and the seed alone.
 
-As more are drawn only where the error looks large, sums are a little too low. They are much too
-low where a few classes have gradients many times longer than expected, and none of them is in the
-sample.
+Further classes are drawn only where the error looks large, so sums come out a little too low. They
+are much too low if a few classes have gradients many times longer than expected, and the sample has
+none of these classes.
 """
 
 from collections.abc import Sequence
@@ -43,23 +43,24 @@ from qualms.random import generator
 if TYPE_CHECKING:
     from qualms.methods.gradient_score import GradientScore
 
-FIRST = 8  # classes that an input begins with at least
+FIRST = 8  # the least number of classes that an input begins with
 STEP = 6  # classes are added in multiples of it, so that inputs run together
-FOR_LAYERS = 12  # classes for the contributions of layers
+FOR_LAYERS = 12  # the number of classes that `layer_sums_by_few_classes` measures
 TINY = torch.finfo(torch.double).tiny
 
 
 @dataclass(frozen=True)
 class ClassSums:
-    """Σ_c w_c ‖g_c‖ⁿ of a batch by several methods, with standard errors within the tolerance.
+    """Estimates Σ_c w_c ‖g_c‖ⁿ of a batch by several methods, with errors within the tolerance.
 
     Attributes:
-        request: the batch.
+        request: the batch, with the settings of the gradients.
         methods: scores that are sums over classes, with the same smoothing.
-        cache: what the engines found out about the model.
+        cache: what the engines have learned about the model.
         head: the weight of the linear layer that computes the logits, if there is one.
         lam: the smallest λ of the methods; None if one of them weights layers equally.
-        known_logits: of a plain pass, for the exact engine to compare with.
+        known_logits: logits of a plain forward pass, which the exact engine compares its own with;
+            None to skip the comparison.
     """
 
     request: GradientRequest
@@ -76,38 +77,38 @@ class ClassSums:
 
     @property
     def power(self) -> int:
-        """The highest power of a norm."""
+        """The highest power n of a norm among the methods."""
         return max(m.power for m in self.methods)
 
     @property
     def spread(self) -> float:
-        """The usual spread of ‖g_c‖ around what is expected from the classifier's rows."""
+        """The usual relative deviation of ‖g_c‖ from what the classifier's weight rows predict."""
         is_late = self.lam is not None and self.lam > 0
         return LATE_SPREAD if is_late else WHOLE_SPREAD
 
     @property
     def powers(self) -> Float[Tensor, "m 1"]:
-        """The power of each method."""
+        """The power n of the norms in each method."""
         return torch.tensor([[float(m.power)] for m in self.methods], dtype=torch.double)
 
     def first_numbers(self, logits: Float[Tensor, "b c"]) -> Int[Tensor, " b"]:
-        """How many classes each input begins with: all rather than more than half."""
+        """Compute how many classes each input begins with; all of them if half would not be enough."""
         sizes = self.sizes(logits)
         classes = logits.shape[1]
         numbers = torch.full((len(logits),), classes, device=logits.device)
-        left = torch.ones_like(numbers, dtype=torch.bool)
+        is_open = torch.ones_like(numbers, dtype=torch.bool)
         number = FIRST
-        while 2 * number <= classes and bool(left.any()):
+        while 2 * number <= classes and bool(is_open.any()):
             chances = inclusion_chances(sizes, number)
             expected = expected_error(sizes, chances, number, self.power * self.spread)
-            enough = left & (expected <= self.tolerance)
-            numbers[enough] = number
-            left = left & ~enough
+            is_enough = is_open & (expected <= self.tolerance)
+            numbers[is_enough] = number
+            is_open = is_open & ~is_enough
             number = _next_number(number)
         return numbers
 
     def estimate(self, logits: Float[Tensor, "b c"]) -> "dict[GradientScore, Estimate]":
-        """The scores with their errors."""
+        """Estimate the scores of all methods, with standard errors."""
         sums = self._attempt(logits)
         while sums is None:
             sums = self._attempt(logits)
@@ -121,23 +122,25 @@ class ClassSums:
         self,
         logits: Float[Tensor, "b c"],
     ) -> tuple[Float[Tensor, "m b"], Float[Tensor, "m b"]] | None:
-        """The sums and their errors.
+        """Measure classes until the errors of all inputs are within the tolerance.
 
-        None if fewer early layers are left out at the end than at the start: all terms must be of
-        the same layers.
+        Returns:
+            The sums of the m methods and their errors. None if fewer early layers were skipped in a
+            later turn than in the first: all terms must be sums over the same layers.
         """
         values, errors = logits.new_zeros(2, len(self.methods), len(logits))
         tally = Tally.empty(len(self.methods), self.sizes(logits))
         numbers = self.first_numbers(logits)
         turn = 0
-        early: int | None = None
+        num_skipped: int | None = None
         while bool(numbers.any()):
             following = torch.zeros_like(numbers)
             for number in numbers[numbers > 0].unique().tolist():
                 index = (numbers == number).nonzero().flatten()
                 table = self._measure(index, number, turn, tally)
-                early = table.num_left_out if early is None else early
-                if table.num_left_out != early:
+                if num_skipped is None:
+                    num_skipped = table.num_left_out
+                if table.num_left_out != num_skipped:
                     return None
                 values[:, index], errors[:, index], following[index] = self._check(
                     index, tally, table.left_out
@@ -147,7 +150,7 @@ class ClassSums:
         return values, errors
 
     def sizes(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """The sizes of the classes of each input, by which they are drawn."""
+        """Compute the sizes of the classes of each input, in proportion to which they are drawn."""
         return _mean_sizes(self.methods, self.head)(logits.double().softmax(-1))
 
     def _measure(
@@ -157,32 +160,27 @@ class ClassSums:
         turn: int,
         tally: Tally,
     ) -> LayerTable:
-        """Measure some classes of some inputs, in addition to those before.
+        """Measure further classes of some inputs, and add their terms to the tally.
 
         Args:
-            index: of the inputs.
-            number: of classes.
+            index: the indices of the n inputs in the batch.
+            number: how many classes to measure for each of these inputs.
             turn: how often classes of these inputs were measured before.
-            tally: where their terms are added.
+            tally: the terms of all inputs so far; changed in place.
 
         Returns:
-            Their norms.
+            The gradient norms of the measured classes.
         """
         seed = self.request.settings.seed
         if number == tally.sizes.shape[1]:
             table = self._table(index, Directions(("classes",)))
-            every = torch.arange(number, device=index.device).expand(len(index), -1)
-            tally.replace(index, self._terms(table, every))
+            all_classes = torch.arange(number, device=index.device).expand(len(index), -1)
+            tally.replace(index, self._terms(table, all_classes))
             return table
         if turn == 0:
-            # By the logits of the inputs as the engine runs them: alone, if they influence each
-            # other.
-            sample = SampledClasses(
-                ("drawn",),
-                _mean_sizes(self.methods, self.head),
-                number,
-                seed,
-            )
+            # Drawn by the logits that the engine computes: inputs that influence each other are
+            # run alone.
+            sample = SampledClasses(("drawn",), _mean_sizes(self.methods, self.head), number, seed)
             table = self._table(index, sample)
             classes, chances = sample.draw(table.logits)
             tally.sizes[index] = self.sizes(table.logits)
@@ -194,19 +192,24 @@ class ClassSums:
         return table
 
     def _table(self, index: Int[Tensor, " n"], directions: Directions) -> LayerTable:
-        """The norms of some inputs along other directions than those of the request."""
-        some = index.tolist()
+        """Compute the norms of some inputs along given directions.
+
+        Args:
+            index: the indices of the inputs in the batch.
+            directions: the directions, which replace those of the request.
+        """
+        samples = index.tolist()
         request = replace(
             self.request,
-            batch=take_samples(self.request.batch, some),
-            numbers=[self.request.numbers[i] for i in some],
+            batch=take_samples(self.request.batch, samples),
+            numbers=[self.request.numbers[i] for i in samples],
             directions=directions,
         )
         known_logits = None if self.known_logits is None else self.known_logits[index]
         return layer_table([request], self.cache, regrouped=known_logits, lam=self.lam)
 
     def _terms(self, table: LayerTable, classes: Int[Tensor, "n d"]) -> Float[Tensor, "m n d"]:
-        """w_c ‖g_c‖ⁿ of the classes of a table, by each of m methods."""
+        """Compute w_c ‖g_c‖ⁿ of the classes of a table, for each of the m methods."""
         terms: list[Tensor] = []
         for m in self.methods:
             norms = total_norms(table.values.double(), m.layers, self.request.settings.norm)
@@ -223,17 +226,18 @@ class ClassSums:
         """Compare the errors of some inputs with the tolerance.
 
         Args:
-            index: of the inputs.
-            tally: the terms so far.
-            left_out: the largest share that layers which were left out add.
+            index: the indices of the n inputs in the batch.
+            tally: the terms of all inputs so far.
+            left_out: the largest share of a score that the skipped early layers contribute.
 
         Returns:
-            The sums, their errors, and how many further classes to measure, 0 for none.
+            The sums of the m methods, their errors, and how many further classes to measure for
+            each input, 0 for none.
         """
         classes = tally.sizes.shape[1]
         value, error = tally.total(index)
         size = value.abs()
-        fixed = self.powers.to(size) * left_out * size  # which further classes do not lower
+        fixed = self.powers.to(size) * left_out * size  # error that further classes do not lower
         whole = torch.hypot(error, fixed)
         room = ((self.tolerance * size).square() - fixed.square()).clamp_min(TINY)
         measured = tally.number[index]
@@ -256,12 +260,12 @@ def layer_sums_by_few_classes(
     cache: PlanCache,
     head: Float[Tensor, "c d"] | None,
 ) -> tuple[list[str], Float[Tensor, "b l"]]:
-    """Σ_c w_c ‖g_cl‖ⁿ of every layer l, from some of the classes: enough for a bar chart.
+    """Estimate Σ_c w_c ‖g_cl‖ⁿ of every layer l from a few classes: enough for a bar chart.
 
     Args:
-        request: the batch.
-        method: a sum over classes.
-        cache: what the engines found out about the model.
+        request: the batch, with the settings of the gradients.
+        method: a score that is a sum over classes.
+        cache: what the engines have learned about the model.
         head: the weight of the linear layer that computes the logits, if there is one.
 
     Returns:
@@ -276,11 +280,18 @@ def layer_sums_by_few_classes(
 
 
 def _mean_sizes(methods: "Sequence[GradientScore]", head: Float[Tensor, "c d"] | None) -> Sizes:
-    """The sizes by which classes are drawn: the mean of what they are to each method."""
+    """Create the function that computes from probabilities the sizes by which classes are drawn.
+
+    A class has a size for each method; their mean counts.
+
+    Args:
+        methods: the scores.
+        head: the weight of the linear layer that computes the logits, if there is one.
+    """
 
     def sizes(probs: Tensor) -> Tensor:
         lengths = class_lengths(probs, head)
-        each = [class_sizes(m.weights(probs), lengths, m.power) for m in methods]
-        return torch.stack(each).mean(0)
+        per_method = [class_sizes(m.weights(probs), lengths, m.power) for m in methods]
+        return torch.stack(per_method).mean(0)
 
     return sizes

@@ -6,7 +6,7 @@ With `+layers(λ)` ‖g‖ becomes Σ_l exp(λ(l - L)) ‖g_l‖, in which deepe
 2024, sections 4.2 and 4.3).
 
 All gradient scores of a scorer with the same smoothing share one `GradientPass`. Norms are measured
-(`_measure`), or estimated from random tangents (`_sketch`) or from some of many classes
+(`_measure`), or estimated from random tangents (`_sketch`) or from a subset of the classes
 (`_sample_classes`).
 """
 
@@ -62,11 +62,12 @@ class GradientScore(Method):
     """Σ_m w_m ‖g_m‖ over the gradients along its directions.
 
     Attributes:
-        layers: λ of `+layers(λ)`; None leaves the modifier out. (`layers=` of `qualms.score` is
-            another thing: what a layer is.)
-        smooth: the perturbations of `+smooth(σ, N)`; None leaves the modifier out.
-        direction: along which gradients are taken, such as `classes`: ∇θ log p_c for every class.
-        power: of the norms: 1, or 2 for Σ_m w_m ‖g_m‖².
+        layers: λ of `+layers(λ)`; None leaves the modifier out. (Unrelated to `layers=` of
+            `qualms.score`, which sets the granularity of a layer.)
+        smooth: the input noise of `+smooth(σ, N)`; None leaves the modifier out.
+        direction: the set of directions that gradients are taken along, such as `classes`:
+            ∇θ log p_c for every class.
+        power: the power of the norms: 1, or 2 for Σ_m w_m ‖g_m‖².
 
     Example:
         ```python
@@ -101,10 +102,10 @@ class GradientScore(Method):
 
     @abstractmethod
     def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b m"]:
-        """w_m of each gradient, from the probabilities."""
+        """Compute the weight w_m of each gradient from the probabilities."""
 
     def weights_at(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b m"]:
-        """w_m from the logits, in double precision."""
+        """Compute the weights w_m from the logits, in double precision."""
         return self.weights(logits.double().softmax(-1))
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
@@ -112,10 +113,11 @@ class GradientScore(Method):
         return self.estimate(context).values
 
     def estimate(self, context: BatchContext) -> Estimate:
-        """Compute the scores, with the standard errors of a sketch or of some of many classes.
+        """Compute the scores, with standard errors if they are estimated from random tangents or from
+        a subset of the classes.
 
-        Scores that share their tangents or classes are computed together, when the first of them is
-        asked for.
+        Scores that share these tangents or classes are computed together, at the first call for
+        any of them.
         """
         if not self.is_estimate(context):
             return _measure(self, context)
@@ -127,16 +129,16 @@ class GradientScore(Method):
         return estimates[self]
 
     def is_estimate(self, context: BatchContext) -> bool:
-        """Whether scores come from random tangents, or from some of many classes."""
+        """Whether the score is estimated, from random tangents or from a subset of the classes."""
         return context.model_context.settings.sketch is not None or self.samples_classes(context)
 
     def samples_classes(self, context: BatchContext) -> bool:
-        """Whether some of many classes stand for all of them."""
+        """Whether the score is estimated from a random subset of the classes."""
         settings = context.model_context.settings
         return self.direction == "classes" and samples_classes(settings, context.num_classes)
 
     def layer_sums(self, context: BatchContext) -> tuple[list[str], Float[Tensor, "b l"]]:
-        """Σ_c w_c ‖g_cl‖ⁿ of each layer l, over all classes or from some of many.
+        """Compute Σ_c w_c ‖g_cl‖ⁿ of each layer l, or estimate it from a subset of the classes.
 
         Returns:
             The names of the layers, and their sums.
@@ -150,7 +152,9 @@ class GradientScore(Method):
         return table.layers, torch.einsum("bc,bcl->bl", weights, norms**self.power)
 
     def note(self, context: BatchContext) -> str | None:
-        """Whether scores are estimated from some of the classes, and with what error."""
+        """Remark that scores are estimated from a subset of the classes, and how accurately; None if
+        they are not.
+        """
         if not self.samples_classes(context):
             return None
         tolerance = context.model_context.settings.tolerance or 0.0
@@ -183,7 +187,7 @@ class GradientScore(Method):
         return replace(self, smooth=replace(self.smooth, sigma=sigma))
 
     def quick(self) -> "GradientScore":
-        """The same score with two draws of smoothing at most."""
+        """Return the same score with two draws of smoothing at most."""
         if self.smooth is None:
             return self
         return replace(
@@ -194,13 +198,13 @@ class GradientScore(Method):
 
 @dataclass(frozen=True)
 class GradientPass:
-    """One pass over a batch, and the gradient scores that it serves.
+    """One gradient computation for a batch, and the gradient scores that share it.
 
     Attributes:
-        methods: the scores.
-        smooth: their perturbations.
-        lam: the smallest λ by which any of them weights early layers; None if one weights layers
-            equally, so that none can be left out.
+        methods: the scores that share the pass.
+        smooth: the input noise that they have in common.
+        lam: the smallest λ among the scores, by which early layers are weighted; None if a score
+            weights all layers equally, so that no layer may be skipped.
     """
 
     methods: tuple[GradientScore, ...]
@@ -209,15 +213,17 @@ class GradientPass:
 
     @classmethod
     def of_scorer(cls, context: BatchContext, smooth: Smoothing | None) -> "GradientPass":
-        """The pass of all gradient scores of the scorer with this smoothing."""
-        own = tuple(m for m in context.model_context.gradient_methods if m.smooth == smooth)
-        lambdas = [m.layers for m in own if m.layers is not None]
-        has_lambdas = bool(lambdas) and len(lambdas) == len(own)
-        return cls(own, smooth, min(lambdas) if has_lambdas else None)
+        """Create the pass of all gradient scores of the scorer with this smoothing."""
+        methods = tuple(m for m in context.model_context.gradient_methods if m.smooth == smooth)
+        lambdas = [m.layers for m in methods if m.layers is not None]
+        has_lambdas = bool(lambdas) and len(lambdas) == len(methods)
+        return cls(methods, smooth, min(lambdas) if has_lambdas else None)
 
     @classmethod
-    def serving(cls, method: GradientScore, context: BatchContext) -> "GradientPass":
-        """The pass that serves a score; one that is not of the scorer has a pass of its own."""
+    def for_method(cls, method: GradientScore, context: BatchContext) -> "GradientPass":
+        """Create the pass shared by the scorer's methods, or a separate pass for a method that is not
+        one of them.
+        """
         if method in context.model_context.gradient_methods:
             return cls.of_scorer(context, method.smooth)
         return cls((method,), method.smooth, None)
@@ -228,7 +234,7 @@ class GradientPass:
         return Directions(tuple(dict.fromkeys(m.direction for m in self.methods)))
 
     def columns(self, method: GradientScore, context: BatchContext) -> slice:
-        """Which directions of the pass are those of one score."""
+        """The slice of the axis m of the pass's norms that holds the directions of one score."""
         return self.directions.columns(method.direction, context.num_classes)
 
 
@@ -236,32 +242,39 @@ def _norms(
     method: GradientScore,
     context: BatchContext,
 ) -> tuple[LayerTable, Float[Tensor, "b m l"]]:
-    """The table of the pass that serves a score, and the norms along the score's directions."""
-    shared = GradientPass.serving(method, context)
+    """Compute the norm table of a score's pass, and select the columns of the score.
+
+    Returns:
+        The table for all scores of the pass, and the norms along this score's directions.
+    """
+    shared = GradientPass.for_method(method, context)
     table = context.norm_table(shared.directions, shared.smooth, shared.lam)
     return table, table.values[:, shared.columns(method, context)].double()
 
 
 def _measure(method: GradientScore, context: BatchContext) -> Estimate:
-    """The score from measured norms; its error is what layers that were left out may add."""
+    """Compute the score from exact norms; its error is the share that skipped layers may add."""
     table, layer_norms = _norms(method, context)
     norms = total_norms(layer_norms, method.layers, context.model_context.settings.norm)
-    # p of the rows as the engine ran them: alone, if inputs influence each other.
+    # The table's logits: inputs that influence each other were run alone by the engine.
     weights = method.weights_at(table.logits)
     values = weighted_sum(norms**method.power, weights)
     return Estimate(values, method.power * table.left_out * values.abs())
 
 
 def _sketch(method: GradientScore, context: BatchContext) -> dict[GradientScore, Estimate]:
-    """All scores of one sketch, a block of inputs at a time.
+    """Estimate all scores that share one sketch, a block of inputs at a time.
 
-    Their errors are linear in those of the norms.
+    The errors of the scores are linear in those of the norms.
 
     Args:
-        method: the score that is asked for; scores with the same smoothing and λ come with it.
+        method: the requested score; those with the same smoothing and λ are computed with it.
         context: the batch.
+
+    Returns:
+        The estimates of all of these scores.
     """
-    shared = GradientPass.serving(method, context)
+    shared = GradientPass.for_method(method, context)
     methods = dict.fromkeys(m for m in shared.methods if m.layers == method.layers)
     parts: dict[GradientScore, list[Estimate]] = {m: [] for m in methods}
     request = context.request(shared.directions, method.smooth)
@@ -271,8 +284,8 @@ def _sketch(method: GradientScore, context: BatchContext) -> dict[GradientScore,
         norms = projections.scale
         for m in methods:
             columns = shared.columns(m, context)
-            own = Projections(projections.values[:, :, columns], projections.law)
-            parts[m].append(_sketched_sum(m, own, norms[:, columns], logits))
+            selected = Projections(projections.values[:, :, columns], projections.law)
+            parts[m].append(_sketched_sum(m, selected, norms[:, columns], logits))
     estimates: dict[GradientScore, Estimate] = {}
     for m, blocks in parts.items():
         values = torch.cat([block.values for block in blocks])
@@ -287,13 +300,13 @@ def _sketched_sum(
     norms: Float[Tensor, "b m"],
     logits: Float[Tensor, "b c"],
 ) -> Estimate:
-    """Σ_m w_m ‖g_m‖ⁿ from projections on random tangents.
+    """Estimate Σ_m w_m ‖g_m‖ⁿ from projections on random tangents.
 
     Args:
         method: the score.
-        projections: of its gradients.
-        norms: estimated from them.
-        logits: of the inputs.
+        projections: the projections of the score's gradients on the tangents.
+        norms: the norms ‖g_m‖ estimated from the projections.
+        logits: the logits of the inputs.
     """
     weights = method.weights_at(logits)
     if method.power == 2:
@@ -310,15 +323,16 @@ def _skip_early_layers(
     lam: float | None,
     context: BatchContext,
 ) -> tuple[GradientRequest, float]:
-    """Leave out the early layers that a tolerance allows to skip.
+    """Restrict a request to the layers that the tolerance does not allow to skip.
 
     Args:
-        request: for all layers.
-        lam: λ of the scores.
+        request: the request for all layers.
+        lam: λ of the scores; None if layers are weighted equally.
         context: the batch.
 
     Returns:
-        The request for the layers that are left, and the largest share that the others add.
+        The request for the late layers, and the largest share of a score that the skipped early
+        layers contribute.
     """
     late = late_layers(request, lam, context.model_context.cache)
     while late is not None and late.num_early:
@@ -328,14 +342,17 @@ def _skip_early_layers(
 
 
 def _sample_classes(method: GradientScore, context: BatchContext) -> dict[GradientScore, Estimate]:
-    """All scores that are sums over the same classes, from some of them.
+    """Estimate all scores that are sums over the same classes, from a subset of the classes.
 
     Args:
-        method: the score that is asked for; those with the same smoothing and direction come with
+        method: the requested score; those with the same smoothing and direction are computed with
             it.
         context: the batch.
+
+    Returns:
+        The estimates of all of these scores.
     """
-    shared = GradientPass.serving(method, context)
+    shared = GradientPass.for_method(method, context)
     methods = dict.fromkeys(m for m in shared.methods if m.direction == method.direction)
     return class_sums(context, list(methods), shared.lam).estimate(context.logits)
 
@@ -345,12 +362,12 @@ def class_sums(
     methods: Sequence[GradientScore],
     lam: float | None,
 ) -> ClassSums:
-    """Sums over many classes, to be estimated from some of them.
+    """Set up the estimation of sums over many classes from a subset of the classes.
 
     Args:
         context: the batch.
-        methods: the scores, with the same smoothing.
-        lam: the smallest λ of the pass that serves them.
+        methods: scores with the same smoothing.
+        lam: the smallest λ of the pass that the scores share.
     """
     request = context.request(Directions(("classes",)), methods[0].smooth)
     cache = context.model_context.cache

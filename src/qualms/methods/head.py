@@ -27,7 +27,9 @@ NO_HEAD = (
 
 @dataclass(frozen=True)
 class Head:
-    """The last linear layer: logits = features weightᵀ + bias."""
+    """The last linear layer of a model, and the features that it read: logits = features weightᵀ +
+    bias.
+    """
 
     features: Float[Tensor, "b f"]
     weight: Float[Tensor, "c f"]
@@ -38,7 +40,7 @@ class Head:
         return F.linear(features, self.weight, self.bias)
 
     def take(self, index: Int[Tensor, " b"]) -> "Head":
-        """Keep the features of some of the inputs."""
+        """Return the head with the features of some of the inputs."""
         return replace(self, features=self.features[index.to(self.features.device)])
 
     @staticmethod
@@ -71,7 +73,7 @@ def forward_with_head(
 
     Args:
         model: a classifier.
-        rows: its inputs.
+        rows: the inputs of the model.
 
     Returns:
         The logits, and the head, or an error if no linear layer computes them.
@@ -82,15 +84,15 @@ def forward_with_head(
     for features, weight, bias, out in reversed(recorder.calls):
         # The layer's result must be the logits themselves: nothing may happen between the two.
         if features.ndim == 2 and out.shape == logits.shape and torch.equal(out, logits):
-            own_bias = None if bias is None else bias.detach()
-            return logits, Head(features.detach(), weight.detach(), own_bias)
+            detached_bias = None if bias is None else bias.detach()
+            return logits, Head(features.detach(), weight.detach(), detached_bias)
     return logits, QualmsError(NO_HEAD)
 
 
 class _LinearRecorder(TorchFunctionMode):
     """Records the arguments and results of the latest linear layers."""
 
-    MOST = 4  # a model may end in several heads
+    MAX_CALLS = 4  # calls that are kept, as a model may end in several heads
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,21 +118,21 @@ class _LinearRecorder(TorchFunctionMode):
         if getattr(func, "__name__", "").split(".")[0] == "linear":
             named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             self.calls.append((named["input"], named["weight"], named.get("bias"), out))
-            del self.calls[: -self.MOST]
+            del self.calls[: -self.MAX_CALLS]
         return out
 
 
-# The blocks before it: residual or transformer blocks, or layers, in the order of use.
+# The blocks before the head: residual or transformer blocks, or layers, in the order of use.
 
 
 def find_blocks(model: nn.Module, batch: Batch, params: Params, method: str) -> list[list[str]]:
-    """Find the blocks of a model.
+    """Find the residual or transformer blocks of a model, or its layers if there are none.
 
     Args:
         model: a classifier.
-        batch: its inputs.
+        batch: the inputs of the model.
         params: which parameters count; others are in no block.
-        method: named in the error.
+        method: the name of the method, for the error.
 
     Returns:
         The names of each block's parameters, in the order in which the model uses them.
@@ -158,8 +160,8 @@ def without_head(
     Args:
         blocks: the names of each block's parameters.
         head: the classifier.
-        model: of which it is the last layer.
-        batch: inputs of the model.
+        model: the model of which the classifier is the last layer.
+        batch: the inputs of the model.
 
     Returns:
         The blocks that have parameters left.
@@ -170,19 +172,20 @@ def without_head(
         if tensor is not None and tensor.data_ptr() in names:
             of_head.append(names[tensor.data_ptr()])
     if head.weight.data_ptr() not in names:
-        # Its weight is computed from parameters: those of the layer with the bias, or the last one.
-        one = of_head[0] if of_head else _last_parameter(model, batch)
-        layer = layer_of(model, one, "module")
+        # The weight is computed from other parameters, as with weight normalization. These are taken
+        # to be in the layer of the bias, or in that of the last parameter used.
+        parameter = of_head[0] if of_head else _last_parameter(model, batch)
+        layer = layer_of(model, parameter, "module")
         of_head += [name for name in names.values() if layer_of(model, name, "module") == layer]
-    rest: list[list[str]] = []
+    kept_blocks: list[list[str]] = []
     for block in blocks:
-        left = [name for name in block if name not in of_head]
-        if left:
-            rest.append(left)
-    return rest
+        kept = [name for name in block if name not in of_head]
+        if kept:
+            kept_blocks.append(kept)
+    return kept_blocks
 
 
 def _last_parameter(model: nn.Module, batch: Batch) -> str:
-    """The parameter that the model uses last, whether it counts or not."""
+    """Find the name of the parameter that the model uses last in a forward pass."""
     first = ModelInput(take_samples(batch, slice(0, 1)))
     return use_order(model, first, dict(model.named_parameters())).names[-1]

@@ -23,11 +23,12 @@ from torch import Tensor
 from qualms.errors import QualmsError
 
 Structure = Literal["auto", "full", "kron"]
-FeaturesAndProbs = Iterator[tuple[Tensor, Tensor]]  # of features and probabilities
-FULL_AT_MOST = 4096  # parameters: the matrix is then 128 MiB
+FeaturesAndProbs = Iterator[tuple[Tensor, Tensor]]  # pairs of features and probabilities
+FULL_AT_MOST = 4096  # the number of parameters whose matrix takes 128 MiB
 DOUBLE = 8  # bytes
-COPIES_OF_FULL = 2  # of the matrix: itself and its factor
-# Of a Kronecker factor: its sum, a batch's, eigenvectors, and what finding them takes.
+COPIES_OF_FULL = 2  # the matrix itself and its factor
+# Matrices of the size of a Kronecker factor: the sum over all batches, that of one batch, the
+# eigenvectors, and what finding them takes.
 COPIES_OF_FACTOR = 5
 LANES = 16  # normal numbers that torch draws together
 CHUNK = 1024  # rows of a batch that are summed at a time
@@ -40,13 +41,17 @@ class Full:
     factor: Float64[Tensor, "p p"]
 
     def shape_noise(self, z: Float64[Tensor, "n c k"]) -> Float64[Tensor, "n c k"]:
-        """L⁻ᵀz, whose covariance is (L Lᵀ)⁻¹ when that of z is I."""
+        """Turn standard normal z into noise of this covariance: L⁻ᵀz has the covariance (L Lᵀ)⁻¹."""
         return torch.linalg.solve_triangular(
             self.factor.mT, z.flatten(1).mT, upper=True
         ).mT.reshape(z.shape)
 
     def of_logits(self, h: Float64[Tensor, "b k"]) -> Float64[Tensor, "b c c"]:
-        """hᵀ Σ_cd h, with Σ_cd the block of classes c and d."""
+        """Compute the covariance of the logits: hᵀ Σ_cd h, with Σ_cd the block of classes c and d.
+
+        Args:
+            h: the features of each input, with a 1 for the bias if there is one.
+        """
         width = h.shape[1]
         blocks = torch.cholesky_inverse(self.factor).unflatten(0, (-1, width))  # [c, k, c·k]
         return torch.stack(
@@ -72,11 +77,15 @@ class Kronecker:
         return 1 / (self.class_values[:, None] * self.feature_values + self.prior_precision)
 
     def shape_noise(self, z: Float64[Tensor, "n c k"]) -> Float64[Tensor, "n c k"]:
-        """U (z √variance) Vᵀ."""
+        """Turn standard normal z into noise of this covariance: U (z √variance) Vᵀ."""
         return self.class_vectors @ (z * self.variances().sqrt()) @ self.feature_vectors.mT
 
     def of_logits(self, h: Float64[Tensor, "b k"]) -> Float64[Tensor, "b c c"]:
-        """U diag(Σ_j variance_ij (Vᵀh)_j²) Uᵀ."""
+        """Compute the covariance of the logits: U diag(Σ_j variance_ij (Vᵀh)_j²) Uᵀ.
+
+        Args:
+            h: the features of each input, with a 1 for the bias if there is one.
+        """
         along = (h @ self.feature_vectors).square() @ self.variances().mT  # [b, c]
         return (self.class_vectors * along[:, None]) @ self.class_vectors.mT
 
@@ -106,12 +115,15 @@ class HeadPosterior:
         seed: int,
         at_once: int,
     ) -> Iterator[tuple[Float[Tensor, "d c f"], Float[Tensor, "d c"] | None]]:
-        """Draw the same heads in parts.
+        """Draw the same heads as `sample`, in parts.
 
         Args:
-            n: heads in all.
-            seed: decides them.
-            at_once: heads at a time.
+            n: the number of heads in all.
+            seed: decides the heads, together with n.
+            at_once: the number of heads in a part.
+
+        Yields:
+            The weights and biases of the next heads.
         """
         mean = _extend_weight(self.weight, self.bias)
         features = self.weight.shape[1]
@@ -125,8 +137,12 @@ class HeadPosterior:
             )
 
     def functional_variance(self, features: Float[Tensor, "b f"]) -> Float64[Tensor, "b c c"]:
-        """J Σ Jᵀ, the covariance of the logits of each input: they are linear in the head, so this
-        is exact.
+        """Compute J Σ Jᵀ, the covariance of the logits of each input.
+
+        It is exact, since logits are linear in the parameters of the head.
+
+        Args:
+            features: the features that the head reads.
         """
         h = _append_one(features.to(self.weight.device), self.bias is not None)
         return self.covariance.of_logits(h)
@@ -138,20 +154,20 @@ def _normal_numbers(
     seed: int,
     at_once: int,
 ) -> Iterator[Float64[Tensor, "d width"]]:
-    """The rows of torch.randn(n, width), `at_once` of them at a time.
+    """Draw the rows of torch.randn(n, width), `at_once` rows at a time, with the same numbers.
 
-    torch draws normal numbers 16 at a time, and the last ones of a call in another way: parts that
-    end at a multiple of 16 are those of one call. What a part has beyond its rows is the beginning
-    of the next.
+    torch draws normal numbers 16 at a time, and the last ones of a call in another way. So calls
+    whose lengths are multiples of 16 draw what one long call would draw. Numbers that a call draws
+    beyond the rows of its part are kept for the next part.
 
     Args:
-        n: rows in all.
-        width: of a row.
-        seed: of the numbers.
-        at_once: rows at a time.
+        n: the number of rows in all.
+        width: the length of a row.
+        seed: the seed of the numbers.
+        at_once: the number of rows in a part.
     """
     generator = torch.Generator().manual_seed(seed)
-    left = torch.empty(0, dtype=torch.float64)
+    unused = torch.empty(0, dtype=torch.float64)
     drawn = 0
     for start in range(0, n, at_once):
         stop = min(start + at_once, n)
@@ -160,10 +176,10 @@ def _normal_numbers(
             end = n * width
         fresh = torch.randn(end - drawn, generator=generator, dtype=torch.float64)
         drawn = end
-        whole = torch.cat([left, fresh]) if len(left) else fresh
-        rows = (stop - start) * width
-        left = whole[rows:].clone()
-        yield whole[:rows].view(-1, width)
+        numbers = torch.cat([unused, fresh]) if len(unused) else fresh
+        needed = (stop - start) * width
+        unused = numbers[needed:].clone()
+        yield numbers[:needed].view(-1, width)
 
 
 def fit_head(
@@ -179,12 +195,12 @@ def fit_head(
     `full` keeps H whole. `kron` replaces it by B ⊗ A with B = Σ_n Λ_n and A = (1/N) Σ_n h_n h_nᵀ,
     where weight and bias are taken as independent (A has no entries between the features and the
     1), and adds δ to the eigenvalues of the product. It is exact for the weight when all p_n are
-    equal. As laplace-torch's structures of these names.
+    equal. Both are defined as laplace-torch's structures of these names.
 
     Args:
         batches: pairs of features [n, f] and logits [n, c] of the training inputs, read once.
         weight: the trained weight of the head.
-        bias: its bias, or None.
+        bias: the trained bias of the head, or None.
         prior_precision: δ, the inverse variance of the prior (the weight decay of a loss summed
             over the inputs).
         structure: `auto` is full up to 4096 parameters, whose matrix is 128 MiB and takes seconds
@@ -219,8 +235,11 @@ def fit_head(
 
 
 def bytes_of_fit(classes: int, width: int) -> int:
-    """What `fit_head` takes by default for a head of so many classes on so many features, the
-    bias's 1 included.
+    """Compute the memory in bytes that `fit_head` takes by default.
+
+    Args:
+        classes: the number of classes of the head.
+        width: the number of features, the 1 for the bias included.
     """
     if classes * width <= FULL_AT_MOST:
         return COPIES_OF_FULL * DOUBLE * (classes * width) ** 2
@@ -233,7 +252,16 @@ def _read_batches(
     weight: Float[Tensor, "c f"],
     has_bias: bool,
 ) -> FeaturesAndProbs:
-    """Features [n, k] with their 1 and probabilities [n, c], a chunk at a time."""
+    """Check batches of features and logits, and yield them a chunk at a time.
+
+    Args:
+        batches: pairs of features [n, f] and logits [n, c].
+        weight: the weight of the head, for the shapes and the device.
+        has_bias: whether a 1 is appended to the features.
+
+    Yields:
+        Features [n, k] with their 1, and probabilities [n, c].
+    """
     is_empty = True
     classes, width = weight.shape
     for features, logits in batches:
@@ -268,10 +296,14 @@ def _gauss_newton(
     rows: FeaturesAndProbs,
     zeros: Float64[Tensor, "c k"],
 ) -> Float64[Tensor, "c*k c*k"]:
-    """Σ_n Λ_n ⊗ h_n h_nᵀ from its blocks between two classes, -Σ_n p_c p_d h hᵀ.
+    """Compute Σ_n Λ_n ⊗ h_n h_nᵀ from its blocks between two classes c ≠ d, -Σ_n p_c p_d h hᵀ.
 
-    Rows of Λ sum to zero, so a block on the diagonal is minus the sum of its row: p (1
-    - p) never cancels.
+    The rows of Λ sum to zero, so a block on the diagonal is minus the sum of the other blocks in
+    its row. This avoids p (1 - p), which loses digits as p → 1.
+
+    Args:
+        rows: chunks of features and probabilities.
+        zeros: a tensor of the shape, device and dtype of the head.
     """
     classes, width = zeros.shape
     upper = zeros.new_zeros(classes, width, classes, width)
@@ -289,9 +321,13 @@ def _gauss_newton(
 
 
 def _invert_full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Full:
-    """(H + δI)⁻¹, by a Cholesky factor. Overwrites H."""
-    # Shifts of all logits have no curvature: there the posterior has δ alone, which must not be
-    # lost in rounding.
+    """Compute (H + δI)⁻¹ as a Cholesky factor. Overwrites H.
+
+    Raises:
+        QualmsError: if δ is lost in rounding beside H.
+    """
+    # H is zero along equal shifts of all logits. There δ alone makes the sum invertible, so it must
+    # not be lost in rounding.
     rounding = float(hessian.diagonal().abs().max()) * torch.finfo(hessian.dtype).eps
     is_lost = not prior_precision > rounding
     hessian.diagonal().add_(prior_precision)
@@ -308,8 +344,13 @@ def _kronecker_factors(
     rows: FeaturesAndProbs,
     has_bias: bool,
 ) -> tuple[Float64[Tensor, "c c"], Float64[Tensor, "k k"]]:
-    """B = Σ_n Λ_n, its diagonal again from its rows' sums, and A = (1/N) Σ_n h_n h_nᵀ without the
-    bias's products.
+    """Compute B = Σ_n Λ_n and A = (1/N) Σ_n h_n h_nᵀ, without products of features and the bias's 1.
+
+    The diagonal of B follows from the other entries of its rows, as in `_gauss_newton`.
+
+    Args:
+        rows: chunks of features and probabilities.
+        has_bias: whether the last feature is the 1 of the bias.
     """
     h, p = next(rows)
     total, products, squares = len(h), p.mT @ p, h.mT @ h
@@ -323,17 +364,15 @@ def _kronecker_factors(
     return products.sum(1).diag() - products, squares / total
 
 
-def _eigen(
-    matrix: Float64[Tensor, "n n"],
-) -> tuple[Float64[Tensor, " n"], Float64[Tensor, "n n"]]:
-    """Eigenvalues, zero where they are no more than rounding, and eigenvectors."""
+def _eigen(matrix: Float64[Tensor, "n n"]) -> tuple[Float64[Tensor, " n"], Float64[Tensor, "n n"]]:
+    """Compute eigenvalues, set to zero where they are no more than rounding, and eigenvectors."""
     values, vectors = torch.linalg.eigh(matrix)
     rounding = len(values) * torch.finfo(values.dtype).eps * values[-1]  # the largest is the last
     return torch.where(values > rounding, values, 0.0), vectors
 
 
 def _append_one(features: Float[Tensor, "n f"], has_bias: bool) -> Float64[Tensor, "n k"]:
-    """The features in float64, with a column of ones appended if the head has a bias (k = f + 1,
+    """Convert features to float64, and append a column of ones if the head has a bias (k = f + 1,
     else f).
     """
     return torch.nn.functional.pad(features.double(), (0, int(has_bias)), value=1.0)
@@ -343,5 +382,5 @@ def _extend_weight(
     weight: Float[Tensor, "c f"],
     bias: Float[Tensor, " c"] | None,
 ) -> Float64[Tensor, "c k"]:
-    """[W | b] in float64."""
+    """Join weight and bias to [W | b] in float64."""
     return weight.double() if bias is None else torch.cat([weight, bias[:, None]], dim=1).double()

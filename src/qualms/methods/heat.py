@@ -54,7 +54,7 @@ NO_DIRECTIONS = Directions(())
 
 
 def log_heat(logits: Float[Tensor, "b c"], temperature: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """log(T · H(softmax(z / T))), accurate where the probability of a class is 1 - 1e-300.
+    """Compute log(T · H(softmax(z / T))), accurate even if a class has probability 1 - 1e-300.
 
     With u_c = (z_c - max z) / T ≤ 0 and s = Σ exp u_c over all classes but the likeliest,
     H = log(1 + s) + Σ exp(u_c) (-u_c) / (1 + s), both terms positive.
@@ -70,7 +70,7 @@ def log_heat(logits: Float[Tensor, "b c"], temperature: Float[Tensor, " b"]) -> 
 
 
 def head_trace(head: Head) -> Float[Tensor, " b"]:
-    """tr(P G P) of a linear classifier: (C - 1)(‖h‖² + 1), without the 1 if it has no bias."""
+    """Compute tr(P G P) of a linear classifier: (C - 1)(‖h‖² + 1), or (C - 1)‖h‖² without a bias."""
     energy = head.features.double().square().sum(-1) + (0 if head.bias is None else 1)
     return (len(head.weight) - 1) * energy
 
@@ -79,14 +79,14 @@ def block_traces(
     context: BatchContext,
     blocks: Sequence[Sequence[str]],
 ) -> tuple[Float[Tensor, "b l"], Float[Tensor, "b c"]]:
-    """tr(P G_l P) of blocks of parameters; beyond 17 classes an estimate.
+    """Compute tr(P G_l P) of blocks l of parameters, or estimate it if there are over 17 classes.
 
     Args:
         context: the inputs.
         blocks: names of the parameters of each block l.
 
     Returns:
-        The traces, and the logits of the inputs as the engine ran them: alone, if they influence
+        The traces, and the logits that the engine computed; it runs inputs alone if they influence
         each other.
     """
     block_of_name = {name: i for i, block in enumerate(blocks) for name in block}
@@ -103,12 +103,12 @@ def block_traces(
 
 @dataclass(frozen=True)
 class Unit:
-    """ρ₀ of a model.
+    """ρ₀, the unit of the temperature of a model: T = ρ(x) / ρ₀.
 
     Attributes:
         blocks: names of the parameters of each block that counts.
-        log_ratio: log ρ₀; None if T is 1.
-        why: T is 1.
+        log_ratio: log ρ₀; None if T is always 1.
+        why: the reason why T is always 1, as a clause; empty if it is not.
     """
 
     blocks: tuple[tuple[str, ...], ...]
@@ -138,7 +138,7 @@ class Heat(Method):
     always_exact = True
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """`log_heat` at T = ρ(x) / ρ₀."""
+        """Compute `log_heat` at T = ρ(x) / ρ₀."""
         unit = self.unit(context)
         if unit.log_ratio is None:
             return log_heat(context.logits, torch.ones_like(context.logits[:, 0]))
@@ -147,7 +147,7 @@ class Heat(Method):
         return log_heat(logits, log_t.exp().clamp(COLDEST, HOTTEST))
 
     def estimate(self, context: BatchContext) -> Estimate:
-        """The scores; their errors are unknown where traces are estimated from some contrasts."""
+        """Compute the scores; their errors are NaN (unknown) if traces are estimated from contrasts."""
         values = self.score(context)
         is_estimate = context.num_classes - 1 > CONTRASTS
         if is_estimate and self.unit(context).log_ratio is not None:
@@ -155,12 +155,12 @@ class Heat(Method):
         return Estimate(values)
 
     def note(self, context: BatchContext) -> str | None:
-        """Why T is 1, if it is."""
+        """Return the reason why T is 1 for this model; None if T is measured."""
         why = self.unit(context).why
         return f"{why}, so {self.name} equals the entropy (T = 1)." if why else None
 
     def combine(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
-        """log ρ from the logarithms of the blocks' ratios: that of their sum."""
+        """Compute log ρ from the logarithms of the blocks' ratios: ρ is their sum."""
         return log_ratios.logsumexp(-1)
 
     def _log_ratio(
@@ -168,18 +168,19 @@ class Heat(Method):
         context: BatchContext,
         blocks: tuple[tuple[str, ...], ...],
     ) -> tuple[Float[Tensor, " b"], Float[Tensor, "b c"]]:
-        """log ρ, infinite where there is no gradient or no feature, and the logits that belong to
-        it.
+        """Compute log ρ of each input, and the logits it belongs to.
+
+        log ρ is infinite or NaN for inputs whose gradients or features are all zero.
         """
         traces, logits = block_traces(context, blocks)
         head = _head_of(context, logits)
         return self.combine(traces.log() - head_trace(head).log()[:, None]), logits
 
     def unit(self, context: BatchContext) -> Unit:
-        """ρ₀, measured once for each shape of inputs.
+        """Measure ρ₀ once for each shape of inputs.
 
-        Whether T is 1 is decided once for all shapes, or batches of two shapes could have scores
-        of two kinds, which cannot be compared.
+        Whether T is always 1 is decided once for all shapes: else batches of two shapes could have
+        scores of two kinds, which cannot be compared.
         """
         units: dict[Any, Unit] = context.model_context.once(self, dict)
         shapes = context.request(NO_DIRECTIONS, None).shapes
@@ -192,11 +193,11 @@ class Heat(Method):
         return units[shapes]
 
     def _measure_unit(self, context: BatchContext, first: Unit | None) -> Unit:
-        """ρ₀ by inputs of noise.
+        """Measure ρ₀ on inputs of noise.
 
         Args:
-            context: inputs of the shape in question.
-            first: the unit of the first shape of inputs.
+            context: real inputs, for their shape.
+            first: the unit of the first shape of inputs; None if this is the first.
         """
         blocks = self._blocks(context)
         if not blocks:
@@ -231,7 +232,7 @@ class Heat(Method):
         )
 
     def _blocks(self, context: BatchContext) -> tuple[tuple[str, ...], ...]:
-        """The parameters of the last blocks before the classifier."""
+        """Find the names of the parameters of the last three blocks before the classifier."""
         _ = context.logits  # an input that the model rejects is reported as such
         model, batch = context.model, context.batch
         blocks = find_blocks(model, batch, context.model_context.settings.params, self.name)
@@ -260,16 +261,19 @@ class HeatGeometric(Heat):
     name = "heat-geometric"
 
     def combine(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
-        """log ρ: the mean of the logarithms."""
+        """Compute log ρ from the logarithms of the blocks' ratios: ρ is their geometric mean."""
         return log_ratios.mean(-1)
 
 
 def feature_growth(noise: BatchContext) -> float:
-    """The factor by which features of noise inputs grow if the noise grows by `LOUDER`: the
-    median over the inputs.
+    """Measure by what factor ‖h‖ of noise inputs grows if the noise is multiplied by `LOUDER`.
 
-    1 if most inputs have no features before or after; infinite if the louder noise overflows the
-    model's numbers.
+    Args:
+        noise: the context of the noise inputs.
+
+    Returns:
+        The median over the inputs. 1 if the features of most inputs are zero with either noise;
+        infinite if the louder noise overflows the model's numbers.
     """
     loud = scale_noise(noise.batch, LOUDER, noise.seed)
     size = noise.model_context.rows_at_once(noise.batch)
@@ -290,8 +294,14 @@ def feature_growth(noise: BatchContext) -> float:
 
 
 def _head_of(context: BatchContext, logits: Float[Tensor, "b c"]) -> Head:
-    """The head on the features that these logits came from: those of each input alone, if the batch
-    changes them.
+    """Return the head with the features that these logits were computed from.
+
+    If the logits differ from those of the plain pass, inputs of a batch influence each other, and
+    each input is run alone, as the engine did.
+
+    Args:
+        context: the batch.
+        logits: the logits that the engine computed.
     """
     largest = float(logits.abs().max())
     if torch.allclose(logits, context.logits, rtol=1e-3, atol=1e-3 * largest):
@@ -330,27 +340,33 @@ class Recommended(Method):
     always_exact = True
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """The scores of the method that is picked."""
+        """Compute the scores of the method that is picked."""
         return self.estimate(context).values
 
     def estimate(self, context: BatchContext) -> Estimate:
-        """The scores of the method that is picked, with its errors."""
+        """Compute the scores of the method that is picked, with its errors."""
         return self.pick(context)[0].estimate(context)
 
     def note(self, context: BatchContext) -> str | None:
-        """What was picked, and why."""
+        """Return a sentence that says what was picked, and why."""
         method, why = self.pick(context)
         return f"recommended picked {method.spec}, because {why}."
 
     def pick(self, context: BatchContext) -> tuple[Method, str]:
-        """The method and the reason, kept from the first inputs on: scores of two methods cannot be
-        compared.
+        """Pick `heat` or `gen` on the first inputs, and keep the choice for the model.
+
+        The choice is kept because scores of two methods cannot be compared.
+
+        Returns:
+            The method, and the reason as a clause.
         """
         return context.model_context.once(self, lambda: _pick_method(context))
 
 
 def _pick_method(context: BatchContext) -> tuple[Method, str]:
-    _ = context.logits  # an input that the model rejects is no reason for a method
+    _ = (
+        context.logits
+    )  # raises an error if the model rejects the input: that is no reason to pick `gen`
     try:
         why = Heat().unit(context).why
     except QualmsError as error:

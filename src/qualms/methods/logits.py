@@ -151,14 +151,14 @@ def gen(
     """GEN, a generalized entropy: Σ p^γ (1 - p)^γ over the M largest probabilities.
 
     Args:
-        log_probs: log p.
+        log_probs: log p_c of each class.
         gamma: γ; below 1 it makes the score sensitive to small deviations from certainty.
-        top: M, which keeps a long tail of classes out.
+        top: M, the number of largest probabilities that count; it keeps a long tail of classes out.
     """
     likeliest, index = log_probs.topk(min(top, log_probs.shape[-1]), dim=-1)
-    # By logarithms: (1 - p)^γ is far from zero where 1 - p is next to it.
-    rest = log_complements(log_probs).gather(-1, index)
-    return (gamma * (likeliest + rest)).exp().sum(-1)
+    # In log space: as p → 1, 1 - p loses all its digits while (1 - p)^γ is still well above 0.
+    complements = log_complements(log_probs).gather(-1, index)
+    return (gamma * (likeliest + complements)).exp().sum(-1)
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ class GEN(Method):
 def exgrad_v(logits: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
     """ExGrad V: minus Σ_c |p_c - 1/C|, the distance of the prediction from a uniform one.
 
-    The paper prints the distance itself, which is a confidence; its table uses it as uncertainty,
-    as here.
+    The paper's formula is the distance itself, which is high for confident predictions. Its table
+    of results ranks by uncertainty, so the sign is turned around here.
     """
     return -distance_from_uniform(logits)
 

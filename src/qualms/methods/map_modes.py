@@ -40,22 +40,23 @@ def forward_with_changed_map(
     change: ChangeMap,
     method: str,
 ) -> Float[Tensor, "b classes"]:
-    """Compute logits with another last feature map.
+    """Compute logits with the last feature map replaced by `change` of it.
 
-    That is the last tensor [sample, channel, height, width] which one operation, or one right after
-    another, turns into a vector for each sample. No operation after it may make another map, as
-    those of a gate that pools on the way do. Channels are on the second axis, or on the last if a
-    mean or the like is taken over the two others, or if the vector is as long as that axis alone.
-    Where neither shows, as with a map that is flattened as a whole, they count as on the second.
+    The last feature map is the last tensor [sample, channel, height, width] that one operation, or
+    two in a row, turn into a vector for each sample, after which no operation makes another map (as
+    a gate does that pools on the way). Channels are on the second axis; or on the last axis, if a
+    reduction such as a mean is taken over the two others, or if the vector is as long as the last
+    axis and not as the second. If neither can be seen, as with a map that is flattened as a whole,
+    they are taken to be on the second axis.
 
     Args:
         model: a classifier.
-        batch: its inputs.
-        change: returns another map, [sample, channel, position].
-        method: named in the error.
+        batch: the inputs of the model.
+        change: a function from the map [sample, channel, position] to another one of this shape.
+        method: the name of the method, for the error.
 
     Raises:
-        QualmsError: if there is no such map.
+        QualmsError: if there is no last feature map.
     """
     rows = num_samples(batch)
     finder = _PoolingMode(rows)
@@ -74,7 +75,7 @@ class _Pooling:
     """The operation that turns a feature map into vectors.
 
     Attributes:
-        number: among the operations that take axes from a feature map.
+        number: the number of the operation among those that reduce the axes of a feature map.
         channels_last: whether the map's channels are on its last axis.
     """
 
@@ -94,9 +95,9 @@ class _PoolingMode(TorchFunctionMode):
         """Prepare a forward pass.
 
         Args:
-            rows: samples of the batch.
-            change: of the map.
-            at: the operation whose map is changed; None only finds it.
+            rows: the number of samples in the batch.
+            change: a function from the map to another one; None leaves the map unchanged.
+            at: the operation whose map is changed; None to only find that operation.
         """
         super().__init__()
         self.rows = rows
@@ -105,7 +106,8 @@ class _PoolingMode(TorchFunctionMode):
         self.last: _Pooling | None = None
         self._count = 0
         self._has_convolution = False
-        # With one axis less: the result, the map's shape, the operation's number.
+        # The result of an operation that took one axis from a map, the map's shape, the operation's
+        # number: the next operation may take the other axis.
         self._half_pooled: tuple[Tensor, torch.Size, int] | None = None
 
     def __torch_function__(
@@ -161,13 +163,13 @@ class _PoolingMode(TorchFunctionMode):
 
 
 def _has_channels_last(func: Any, axes: Any, source: Tensor, out: Tensor) -> bool:
-    """Whether an operation pools a map [b, height, width, channel].
+    """Whether a map has its channels last, [b, height, width, channel], judged by how it is pooled.
 
     Args:
         func: the operation.
-        axes: its second argument.
+        axes: the second argument of the operation.
         source: the map.
-        out: the vectors that come of it.
+        out: the vectors that the operation returned.
     """
     if _name(func) in REDUCTIONS and isinstance(axes, (tuple, list)):
         return {a % 4 for a in axes} == {1, 2}
@@ -186,14 +188,14 @@ def _change_map(maps: Tensor, change: ChangeMap, channels_last: bool) -> Tensor:
 
 
 class MapRecorder(TorchFunctionMode):
-    """Records the graph's edges at normalized feature maps, or at those of convolutions in a model
-    without normalization layers.
+    """Records the autograd edges of the results of normalization layers, or of convolutions in a
+    model without normalization layers.
     """
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.rows = rows
-        self.has_flat = False  # an operation with zero gradients, such as a ReLU
+        self.has_flat = False  # whether an operation can have zero gradients, such as a ReLU
         self._normalized: list[GradientEdge] = []
         self._convolved: list[GradientEdge] = []
 
@@ -218,13 +220,13 @@ class MapRecorder(TorchFunctionMode):
         if name not in (*NORMALIZATIONS, CONVOLUTION) or out.ndim != 4 or len(out) != self.rows:
             return out
         if out.shape[2:].numel() > 1 and out.requires_grad:
-            # The edge stays that of this result, even if what follows changes it in place.
+            # Unlike the tensor, the edge still refers to this result after an in-place operation.
             edges = self._normalized if name in NORMALIZATIONS else self._convolved
             edges.append(get_gradient_edge(out))
         return out
 
     def edges(self) -> list[GradientEdge]:
-        """In the order of the maps."""
+        """The recorded edges, in the order of the forward pass."""
         return self._normalized or self._convolved
 
 

@@ -37,7 +37,8 @@ class Estimate:
 
     Attributes:
         values: one number for each input; higher means more uncertain.
-        errors: their standard errors, NaN where unknown; None if the scores are not estimates.
+        errors: the standard errors of the scores, NaN where unknown; None if the scores are not
+            estimates.
 
     Example:
         ```python
@@ -71,7 +72,11 @@ class Estimate:
     errors: Float[Tensor, " b"] | None = None
 
     def errors_as(self, scores: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-        """The standard errors in the type of the scores as they are returned; zeros without any."""
+        """Convert the standard errors to the dtype of the returned scores; zeros if there are none.
+
+        Args:
+            scores: the scores as they are returned, one for each input.
+        """
         if self.errors is None:
             return torch.zeros_like(scores)
         return self.errors.detach().to(scores.dtype)
@@ -83,13 +88,15 @@ class Method(Protocol):
     it for a score of your own.
 
     Attributes:
-        name: as in a spec.
-        paper: where it was published.
-        needs: what it is computed from.
-        cost: in forward passes; C is the number of classes, N of draws.
-        rules: what each parameter may be; checked when a method is created.
-        direction: along which gradients are taken; None unless it is a gradient score.
-        always_exact: whether it uses the exact engine, whatever engine the gradient scores use.
+        name: the name of the method in a spec, such as `regrad`.
+        paper: the publication that introduced the method.
+        needs: what the score is computed from, such as `("logits",)`.
+        cost: the cost in forward passes, in words; C is the number of classes, N of draws.
+        rules: the allowed values of each parameter; checked when a method is created.
+        direction: the set of directions that gradients are taken along, such as `classes`; None
+            unless the method is a gradient score.
+        always_exact: whether the method uses the exact engine, whatever engine the gradient scores
+            use.
 
     Example:
         ```python
@@ -142,7 +149,9 @@ class Method(Protocol):
         return estimate.errors_as(estimate.values)
 
     def note(self, context: BatchContext) -> str | None:
-        """A sentence about the scores of this model, where they are not what the name suggests."""
+        """Return a remark for the user if the scores of this model are not what the name suggests,
+        such as that they are estimates; None if there is nothing to remark.
+        """
         return None
 
     @property
@@ -154,12 +163,12 @@ class Method(Protocol):
 
     @property
     def layers(self) -> float | None:
-        """λ of `+layers(λ)`; None without that modifier."""
+        """λ of the `+layers(λ)` modifier. None here; gradient scores override it."""
         return None
 
     @property
     def smooth(self) -> Smoothing | None:
-        """The perturbations of `+smooth(σ, N)`; None without that modifier."""
+        """The input noise of the `+smooth(σ, N)` modifier. None here; gradient scores override it."""
         return None
 
     @property
@@ -168,32 +177,35 @@ class Method(Protocol):
         return self.name
 
     def in_units(self, scale: Scale) -> "Method":
-        """Convert noise from pixels in [0, 1] to the units of the model's input."""
+        """Return the method with its noise converted from pixels in [0, 1] to the units of the model's
+        input. Methods without noise return themselves.
+        """
         return self
 
     def quick(self) -> "Method":
-        """The same method with two draws at most: enough to see whether it works."""
+        """Return the same method with two draws at most: enough to see whether it works."""
         return self
 
 
 def convert_noise(noise: Noise, scale: Scale) -> Noise:
-    """Convert a level of noise to the units of the model's input; levels per channel are in them
-    already.
+    """Convert a noise level in pixels to the units of the model's input.
+
+    A tuple, with a level for each channel, is in these units already and returned unchanged.
     """
     return noise if isinstance(noise, tuple) else scale(noise)
 
 
 class NotFinite(QualmsError):
-    """A score is infinite, or not a number, in the type that it is returned in."""
+    """Raised if a score is infinite or NaN in the dtype that scores are returned in."""
 
     def __init__(self, method: str, number: int, score: float, dtype: torch.dtype) -> None:
         """Describe the score.
 
         Args:
-            method: its name.
-            number: of the input.
-            score: in double precision.
-            dtype: that it is returned in.
+            method: the name of the method.
+            number: the number of the input.
+            score: the score in double precision.
+            dtype: the dtype that scores are returned in.
         """
         if math.isnan(score):
             why = "not a number"
@@ -214,16 +226,16 @@ def to_finite(
     name: str,
     numbers: Sequence[int],
 ) -> Float[Tensor, " b"]:
-    """Convert scores to the type that they are returned in.
+    """Convert scores to the dtype that they are returned in, and check that they are finite in it.
 
     Args:
-        scores: of a batch.
-        dtype: to convert to.
-        name: of the method.
-        numbers: of the inputs.
+        scores: the scores of a batch in double precision.
+        dtype: the dtype to convert to.
+        name: the name of the method, for the error.
+        numbers: the numbers of the inputs, for the error.
 
     Raises:
-        NotFinite: if a score is beyond that type, or not a number.
+        NotFinite: if a score is NaN, or too large for the dtype.
     """
     converted = scores.detach().to(dtype)
     bad = (~torch.isfinite(converted)).nonzero().flatten().tolist()

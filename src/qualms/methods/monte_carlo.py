@@ -1,4 +1,6 @@
-"""Common code of scores over N random draws: mutual information in bounded memory."""
+"""What the scores over N random draws share: their price, and mutual information in bounded
+memory.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +15,7 @@ from qualms.methods.divergence import AT_ONCE, mutual_information
 from qualms.methods.method import FEW, Method
 
 DOUBLE = 8  # bytes
-# log q_n of a block of inputs, [b, d, c] for some draws at a time.
+# From a block of inputs b to log q_n [b, d, c], d draws at a time.
 LogProbs = Callable[[slice], Iterator[Float64[Tensor, "b d c"]]]
 
 
@@ -22,7 +24,7 @@ class MonteCarlo(Method, Protocol):
 
     @property
     def draws(self) -> int:
-        """N."""
+        """N, the number of random draws."""
         ...
 
     @property
@@ -31,7 +33,7 @@ class MonteCarlo(Method, Protocol):
         return float(self.draws)
 
     def quick(self) -> "MonteCarlo":
-        """The same method with two draws at most."""
+        """Return the same method with two draws at most."""
         return replace(self, draws=min(self.draws, FEW))
 
 
@@ -39,29 +41,30 @@ def information_over_draws(
     context: BatchContext,
     draws: int,
     log_probs: LogProbs,
-    most: int | None = None,
+    max_inputs: int | None = None,
 ) -> Float[Tensor, " b"]:
-    """Mutual information between prediction and draw, one block of inputs at a time.
+    """Compute mutual information between prediction and draw, one block of inputs at a time.
 
     Args:
         context: the inputs.
-        draws: how many there are.
-        log_probs: log q_n of a block of inputs, for all draws in order, some of them at a time.
-        most: inputs of a block.
+        draws: the number of draws.
+        log_probs: yields log q_n of a block of inputs, for all draws in order, several at a time.
+        max_inputs: the largest number of inputs in a block; None for no limit.
     """
     parts: list[Tensor] = []
     what = f"the predictions of {draws} draws for one input"
-    for block in context.blocks(DOUBLE * draws * context.num_classes, what, most):
+    for block in context.blocks(DOUBLE * draws * context.num_classes, what, max_inputs):
         shape = (block.stop - block.start, draws, context.num_classes)
         log_q = torch.empty(shape, dtype=torch.double, device=context.device)
         done = 0
-        for some in log_probs(block):
-            log_q[:, done : done + some.shape[1]] = some
-            done += some.shape[1]
+        for log_q_part in log_probs(block):
+            end = done + log_q_part.shape[1]
+            log_q[:, done:end] = log_q_part
+            done = end
         parts.append(mutual_information(log_q))
     return torch.cat(parts)
 
 
 def draws_at_once(inputs: int, classes: int) -> int:
-    """How many draws of so many inputs become probabilities at once."""
+    """Compute how many draws of so many inputs are turned into probabilities at once."""
     return max(1, AT_ONCE // (inputs * classes))

@@ -21,20 +21,20 @@ from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.context import BatchContext
 from qualms.random import generator
 
-PURPOSE = 71  # of these random numbers
+PURPOSE = 71  # tells these random numbers from others under the same seed
 INSTEAD = "use regrad+layers or entropy"
 
 
 def noise_inputs(context: BatchContext, number: int, method: str) -> Batch:
-    """N(0, 1) in place of every number of an input, and random ids in place of token ids.
+    """Create inputs of N(0, 1) noise in the shape of real ones, or random ids for token ids.
 
-    In the units of the tensor that the model receives. Masks beside it mask nothing, and types of
-    tokens are zero.
+    The noise has variance 1 in the units of the tensor that the model receives. Further arguments
+    of the model get neutral values: masks that mask nothing, and token types of zero.
 
     Args:
-        context: inputs of the shape in question.
-        number: of noise inputs.
-        method: named in errors.
+        context: the real inputs.
+        number: the number of noise inputs.
+        method: the name of the method, for errors.
     """
     first, *others = batch_tensors(context.batch)
     names = list(context.batch)[1:] if isinstance(context.batch, dict) else [""] * len(others)
@@ -55,8 +55,9 @@ def scale_noise(batch: Batch, times: float, seed: int) -> ModelInput:
 
     Args:
         batch: inputs of noise.
-        times: by what factor; for token ids, that much noise is added to their embeddings.
-        seed: of that noise.
+        times: the factor; of token ids, noise of this standard deviation is added to the
+            embeddings.
+        seed: the seed of the noise added to embeddings.
     """
     first, *others = batch_tensors(batch)
     if first.is_floating_point():
@@ -69,14 +70,14 @@ def scale_noise(batch: Batch, times: float, seed: int) -> ModelInput:
 
 
 def _fill_argument(name: str, t: Tensor, number: int, seed: int, method: str) -> Tensor:
-    """A neutral value for an argument beside the input proper.
+    """Create a neutral value for an argument of the model other than the first.
 
     Args:
-        name: of the argument, "" if it has none.
-        t: its value for real inputs.
-        number: of noise inputs.
-        seed: of random values.
-        method: named in the error.
+        name: the name of the argument, "" if it has none.
+        t: the value of the argument for real inputs.
+        number: the number of noise inputs.
+        seed: the seed of random values.
+        method: the name of the method, for the error.
     """
     shape = (number, *t.shape[1:])
     if "mask" in name:
@@ -94,11 +95,11 @@ def _fill_argument(name: str, t: Tensor, number: int, seed: int, method: str) ->
 
 
 def _vocabulary_size(context: BatchContext, method: str) -> int:
-    """The number of token ids: the rows of the embedding that reads them."""
-    one = take_samples(context.batch, slice(0, 1))
-    finder = _EmbeddingFinder(batch_tensors(one)[0])
+    """Find the number of token ids: the number of rows of the embedding that reads the ids."""
+    first_sample = take_samples(context.batch, slice(0, 1))
+    finder = _EmbeddingFinder(batch_tensors(first_sample)[0])
     with torch.no_grad():
-        forward_logits(context.model, ModelInput(one), finder)
+        forward_logits(context.model, ModelInput(first_sample), finder)
     if finder.rows is None:
         raise QualmsError(
             f"{method} runs the model on random token ids, but no embedding of the model reads x, "
@@ -109,7 +110,7 @@ def _vocabulary_size(context: BatchContext, method: str) -> int:
 
 
 class _EmbeddingFinder(TorchFunctionMode):
-    """Finds the rows of the first embedding in which a model looks token ids up."""
+    """Finds the first embedding that looks token ids up, and stores its number of rows."""
 
     def __init__(self, ids: Tensor) -> None:
         super().__init__()

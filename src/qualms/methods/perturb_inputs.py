@@ -44,8 +44,8 @@ def perturb_x(log_q: Float[Tensor, "b n c"], log_p: Float[Tensor, "b c"]) -> Flo
     """Perturb x: E_n KL(q_n ‖ p), q_n the prediction for the n-th perturbed input.
 
     Args:
-        log_q: log p(y | x + Δx_n).
-        log_p: log p(y | x).
+        log_q: log p(y | x + Δx_n) of each input b, draw n and class c.
+        log_p: log p(y | x) for the unchanged inputs.
     """
     return expected_kl(log_q, log_p)
 
@@ -77,13 +77,13 @@ class PerturbX(MonteCarlo):
     rules: ClassVar = {"sigma": NOISE, "draws": whole(1)}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """`perturb_x`, in parts that fit the budget."""
+        """Compute `perturb_x`, in parts that fit the budget."""
         noise = Smoothing(self.sigma, self.draws, antithetic=False)
         parts: list[Tensor] = []
         for samples, log_q in context.perturbed_log_probs(noise):
             parts.append(kl(log_q, context.log_probs[samples]))
-        rows = torch.cat(parts).unflatten(0, (-1, self.draws + 1))
-        return rows[:, 1:].mean(1)
+        divergences = torch.cat(parts).unflatten(0, (-1, self.draws + 1))
+        return divergences[:, 1:].mean(1)  # the first row of each input is the input itself
 
     def in_units(self, scale: Scale) -> "PerturbX":
         """Convert σ to the units of the model's input."""
@@ -98,12 +98,15 @@ def loss_gradient_sign(
     part: Batch,
     temperature: float = 1.0,
 ) -> Float[Tensor, "b ..."]:
-    """sign(∇x -log p_ŷ), with ŷ the predicted class.
+    """Compute sign(∇x -log p_ŷ), with ŷ the predicted class.
 
     Args:
-        context: of the model.
-        part: inputs x, or token ids, whose embeddings are differentiated.
-        temperature: that logits are divided by.
+        context: the context that holds the model.
+        part: inputs x; of token ids, the embeddings are differentiated.
+        temperature: the number that logits are divided by.
+
+    Returns:
+        The signs, in the shape of the inputs or of their embeddings.
     """
     first, *others = batch_tensors(part)
     variables: list[Tensor] = []
@@ -125,8 +128,8 @@ def loss_gradient_sign(
             return variables[0]
 
         logits = forward_logits(context.model, ModelInput(part, embedding_noise=zero_shift))
-    # p - e_ŷ, scaled to a size near 1: next to certainty the derivative of the loss is rounding, or
-    # zero in 32 bits.
+    # p - e_ŷ, scaled to a size near 1: for a confident prediction the derivative of the loss would
+    # be only rounding, or zero in 32 bits.
     z = logits.detach().double()[:, None] / temperature
     predicted = z[:, 0].argmax(-1)
     (cotangents,), _ = scale_to_unit(-of_class(z, predicted)[:, :, 0], len(z))
@@ -135,7 +138,13 @@ def loss_gradient_sign(
 
 
 def add_step(part: Batch, step: Float[Tensor, "rows ..."]) -> ModelInput:
-    """Move inputs by a step, or each by several, if there are more steps than inputs."""
+    """Add steps to inputs, or to the embeddings of token ids.
+
+    Args:
+        part: the inputs.
+        step: one step for each input; or k times as many, the k steps of each input consecutive,
+            for k moved copies of each input.
+    """
     times = len(step) // num_samples(part)
     first, *others = (t.repeat_interleave(times, dim=0) for t in batch_tensors(part))
     if first.is_floating_point():
@@ -149,13 +158,19 @@ def step_size(
     method: str,
     parameter: str,
 ) -> float | Tensor:
-    """The size of a step, with an axis of channels if there is one for each.
+    """Make the size of a step broadcast against its direction.
 
     Args:
-        size: one, or one per channel.
-        direction: of the step.
-        method: named in the error.
-        parameter: named in the error.
+        size: one number, or a number for each channel.
+        direction: the direction of the step.
+        method: the name of the method, for the error.
+        parameter: the name of the method's parameter that holds the size, for the error.
+
+    Returns:
+        The number; or the numbers as a tensor [channels, 1, …].
+
+    Raises:
+        QualmsError: if there are several numbers, but not one for each channel.
     """
     if not isinstance(size, tuple):
         return size
@@ -202,30 +217,27 @@ class MCAA(MonteCarlo):
         return 3.0 + self.draws
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Mutual information over the steps."""
+        """Compute mutual information over the predictions after the random steps."""
         model_context = context.model_context
         inputs = num_samples(context.batch)
         rows = model_context.rows_at_once(context.batch, inputs * self.draws)
-        most = min(
-            max(1, rows // self.draws),
-            model_context.rows_with_graph(context.batch),
-        )
+        max_inputs = min(max(1, rows // self.draws), model_context.rows_with_graph(context.batch))
 
         def log_probs(block: slice) -> Iterator[Tensor]:
             part = take_samples(context.batch, block)
             uniform = 2 * self._draw(context, block) - 1
             sign = loss_gradient_sign(context, part)
             step = step_size(self.a, sign, self.name, "a") * sign
-            for some in uniform.split(max(1, rows // len(sign)), dim=1):
-                sizes = some.reshape(*some.shape, *[1] * (sign.ndim - 1)).to(sign)
+            for factors in uniform.split(max(1, rows // len(sign)), dim=1):
+                sizes = factors.reshape(*factors.shape, *[1] * (sign.ndim - 1)).to(sign)
                 steps = (sizes * step[:, None]).flatten(0, 1)
                 logits = context.forward(add_step(part, steps))
-                yield log_softmax(logits.double()).unflatten(0, some.shape)
+                yield log_softmax(logits.double()).unflatten(0, factors.shape)
 
-        return information_over_draws(context, self.draws, log_probs, most)
+        return information_over_draws(context, self.draws, log_probs, max_inputs)
 
     def _draw(self, context: BatchContext, block: slice) -> Float[Tensor, "b n"]:
-        """Uniform numbers in [0, 1) for a block of inputs."""
+        """Draw uniform numbers in [0, 1) for a block of inputs b and all draws n."""
         drawn: list[Tensor] = []
         for number in context.numbers[block]:
             drawn.append(torch.rand(self.draws, generator=generator(context.seed, number)))
@@ -239,12 +251,12 @@ class MCAA(MonteCarlo):
 def odin(logits: Float[Tensor, "b c"], temperature: float = 1000.0) -> Float[Tensor, " b"]:
     """ODIN: -(max_c log p_c + log C), p = softmax(z / T).
 
-    The paper's score is max_c p_c, which is close to 1 / C at its temperature, so rounding would
-    make most inputs equal. The logarithm ranks alike.
+    The paper's score is max_c p_c. At the paper's temperature it differs from 1 / C only in the last
+    digits, so rounding would make most inputs equal. The logarithm ranks them alike.
 
     Args:
         logits: z at x - ε sign(∇x -log p_ŷ).
-        temperature: T.
+        temperature: T, which divides the logits.
     """
     log_p = log_softmax(logits.double() / temperature)
     return -(log_p.amax(-1) + math.log(log_p.shape[1]))
@@ -286,9 +298,9 @@ class ODIN(Method):
         return 4.0
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """`odin` of the logits after the step."""
+        """Compute `odin` of the logits after the step."""
         logits: list[Tensor] = []
-        is_lost = True  # the step, to rounding
+        is_lost = True  # whether rounding removes the step from every input
         for part in context.chunks_with_graph():
             sign = loss_gradient_sign(context, part, self.temperature)
             step = step_size(self.epsilon, sign, self.name, "epsilon") * sign

@@ -43,7 +43,7 @@ from qualms.methods.monte_carlo import MonteCarlo, information_over_draws
 from qualms.parameters import POSITIVE, whole
 from qualms.random import generator
 
-NOISE_COPIES = 3  # of the largest weight, while its noise is drawn, scaled and added
+NOISE_COPIES = 3  # copies of the largest weight while its noise is drawn, scaled and added
 
 
 def perturb_theta(
@@ -53,8 +53,8 @@ def perturb_theta(
     """Perturb θ: E_n KL(q_n ‖ p), q_n the prediction with the n-th perturbed weights.
 
     Args:
-        log_q: log p(y | x, θ + Δθ_n).
-        log_p: log p(y | x, θ).
+        log_q: log p(y | x, θ + Δθ_n) of each input b, draw n and class c.
+        log_p: log p(y | x, θ) with the unchanged weights.
     """
     return expected_kl(log_q, log_p)
 
@@ -63,7 +63,7 @@ def perturb_theta(
 class PerturbTheta(MonteCarlo):
     """E_Δθ KL( p(y | x, θ + Δθ) ‖ p(y | x, θ) ), Δθ ~ N(0, σ²I), one draw shared by all inputs.
 
-    σ is that of every weight. Paper: 0.008, CIFAR-100 0.0003.
+    Every weight has the same σ. Paper: 0.008, CIFAR-100 0.0003.
 
     Example:
         ```python
@@ -86,7 +86,7 @@ class PerturbTheta(MonteCarlo):
     rules: ClassVar = {"sigma": POSITIVE, "draws": whole(1)}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """`perturb_theta`, one draw at a time."""
+        """Compute `perturb_theta`, one draw of the weights at a time."""
         parameters = [p for p in context.model.parameters() if p.is_floating_point()]
         held = sum(p.nbytes for p in parameters)
         needed = held + NOISE_COPIES * max((p.nbytes for p in parameters), default=0)
@@ -111,16 +111,16 @@ class PerturbTheta(MonteCarlo):
 
 
 class _ReplaceParameters(TorchFunctionMode):
-    """Gives every operation other tensors in place of the parameters, which stay unchanged.
+    """Replaces parameters in the arguments of every operation; the parameters stay unchanged.
 
     Attributes:
-        others: by the id of the parameter.
-        seen: ids of the parameters that were replaced.
+        replacements: the tensor to use instead of a parameter, by `id(parameter)`.
+        seen: ids of the parameters that an operation used, so were replaced.
     """
 
-    def __init__(self, others: dict[int, Tensor]) -> None:
+    def __init__(self, replacements: dict[int, Tensor]) -> None:
         super().__init__()
-        self.others = others
+        self.replacements = replacements
         self.seen: set[int] = set()
 
     def __torch_function__(
@@ -130,7 +130,7 @@ class _ReplaceParameters(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation on the other tensors.
+        """Run an operation on the replacements of its parameters.
 
         Args:
             func: the operation.
@@ -142,10 +142,10 @@ class _ReplaceParameters(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _replace(self, t: Tensor) -> Tensor:
-        if id(t) not in self.others:
+        if id(t) not in self.replacements:
             return t
         self.seen.add(id(t))
-        return self.others[id(t)]
+        return self.replacements[id(t)]
 
 
 # Batch normalization by the statistics of training batches.
@@ -185,7 +185,7 @@ class MCBatchNorm(MonteCarlo):
     rules: ClassVar = {"draws": whole(2)}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Mutual information over the training batches."""
+        """Compute mutual information over the statistics of the training batches."""
         draws = context.model_context.once(self, lambda: self._measure_statistics(context))
 
         def log_probs(block: slice) -> Iterator[Tensor]:
@@ -197,7 +197,11 @@ class MCBatchNorm(MonteCarlo):
         return information_over_draws(context, self.draws, log_probs)
 
     def _measure_statistics(self, context: BatchContext) -> list[LayerStatistics]:
-        """Mean and variance of every layer's input, for each draw."""
+        """Measure the mean and variance of every normalization layer's input, for each draw.
+
+        Returns:
+            For each draw, pairs of a layer and its statistics on one training batch.
+        """
         layers = [m for m in context.model.modules() if isinstance(m, _BatchNorm)]
         if not any(m.running_mean is not None for m in layers):
             raise QualmsError(
@@ -206,14 +210,14 @@ class MCBatchNorm(MonteCarlo):
         measured: list[LayerStatistics] = []
         for batch in islice(context.model_context.training_batches(self.name), self.draws):
             self._require_room(context, batch)
-            with _learn_statistics(layers):
+            with _batch_statistics(layers):
                 context.forward(ModelInput(batch))
                 measured.append([(m, _copy_statistics(m)) for m in layers])
         return list(islice(cycle(measured), self.draws))
 
     def _require_room(self, context: BatchContext, batch: Batch) -> None:
-        """Raise an error if a training batch does not fit the budget as a whole, which it has to
-        for its statistics.
+        """Raise an error if a training batch does not fit the budget as a whole: its statistics
+        cannot be measured in parts.
         """
         model_context = context.model_context
         budget = model_context.settings.budget
@@ -228,15 +232,18 @@ class MCBatchNorm(MonteCarlo):
 
 
 def _copy_statistics(m: _BatchNorm) -> Statistics:
-    """The layer's running mean and variance; None if it keeps none."""
+    """Copy a layer's running mean and variance; (None, None) if the layer keeps none."""
     if m.running_mean is None or m.running_var is None:
         return None, None
     return m.running_mean.clone(), m.running_var.clone()
 
 
 @contextmanager
-def _learn_statistics(layers: list[_BatchNorm]) -> Iterator[None]:
-    """Normalize by the batch at hand and keep its statistics; restore the layers afterwards."""
+def _batch_statistics(layers: list[_BatchNorm]) -> Iterator[None]:
+    """Inside, running statistics are overwritten by those of the batch (momentum 1).
+
+    The caller copies them before the exit, which restores the layers.
+    """
     momenta = [m.momentum for m in layers]
     try:
         with _use_statistics([(m, _copy_statistics(m)) for m in layers]):
@@ -252,7 +259,7 @@ def _learn_statistics(layers: list[_BatchNorm]) -> Iterator[None]:
 
 @contextmanager
 def _use_statistics(statistics: LayerStatistics) -> Iterator[None]:
-    """Normalize by other statistics than the layers' own."""
+    """Inside, layers normalize by the given statistics; on exit, their own are restored."""
     before = [(m, m.running_mean, m.running_var) for m, _ in statistics]
     try:
         for m, (mean, variance) in statistics:
@@ -260,9 +267,9 @@ def _use_statistics(statistics: LayerStatistics) -> Iterator[None]:
             m.running_var = variance
         yield
     finally:
-        for m, own_mean, own_variance in before:
-            m.running_mean = own_mean
-            m.running_var = own_variance
+        for m, old_mean, old_variance in before:
+            m.running_mean = old_mean
+            m.running_var = old_variance
 
 
 @dataclass(frozen=True)
@@ -292,7 +299,7 @@ class Ensemble(Method):
     cost = "1 for each model"
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Mutual information over the members."""
+        """Compute mutual information over the predictions of the members."""
         if not context.model_context.members:
             raise QualmsError(
                 "ensemble needs several models; pass models=, the members other "
@@ -312,7 +319,13 @@ class Ensemble(Method):
 
 
 def _forward_member(member: nn.Module, context: BatchContext, what: str) -> Float[Tensor, "b c"]:
-    """The logits of a member, in parts that fit the budget; `what` names the pass."""
+    """Compute the logits of an ensemble member, in parts that fit the budget.
+
+    Args:
+        member: a further model of the ensemble.
+        context: the batch.
+        what: a name for the pass in the error that it does not fit.
+    """
 
     def run(row: Batch) -> Tensor:
         return forward_logits(member, ModelInput(row))

@@ -1,5 +1,5 @@
-"""What scores cost, before they are computed: counted in plain forward passes, and timed on
-one of them.
+"""What scores cost, before they are computed: a count of plain forward passes, one of which is timed
+for the cost in seconds.
 """
 
 import time
@@ -36,11 +36,11 @@ class Price:
     """What the scores of one input cost.
 
     Attributes:
-        forward_passes: in units of a plain forward pass over one input.
-        seconds: on this machine, from the time of a forward pass over one input alone; less in
-            batches.
-        nbytes: that the work on a chunk of inputs may take.
-        known: how these are known: `counted` from the shapes of layers and the logits of one input.
+        forward_passes: the work, in plain forward passes over one input.
+        seconds: the time on this machine, from that of a forward pass over one input alone; less
+            in batches.
+        nbytes: the memory that the work on a chunk of inputs may take.
+        known: how these numbers were found: `counted` from the shapes of layers and the logits of one input.
 
     Example:
         ```python
@@ -63,12 +63,16 @@ class Price:
 def price_of(context: BatchContext, methods: Iterable[Method]) -> Price:
     """Count the price of some methods together; gradient scores with the same smoothing share a
     pass.
+
+    Args:
+        context: one input, after its plain forward pass.
+        methods: the methods that will be computed.
     """
     methods = list(methods)
-    gradient = [m for m in methods if isinstance(m, GradientScore)]
+    gradient_methods = [m for m in methods if isinstance(m, GradientScore)]
     passes = 1.0 + sum(_count_method(m, context) for m in methods)
-    for smooth in dict.fromkeys(m.smooth for m in gradient):
-        passes += _count_gradients(context, [m for m in gradient if m.smooth == smooth])
+    for smooth in dict.fromkeys(m.smooth for m in gradient_methods):
+        passes += _count_gradients(context, [m for m in gradient_methods if m.smooth == smooth])
     request = context.request(GradientPass.of_scorer(context, None).directions, None)
     return Price(round(passes, 1), passes * _forward_seconds(context), request.budget)
 
@@ -82,8 +86,9 @@ def warn_of_long_run(
 
     Args:
         context: the batch, after its plain forward pass.
-        methods: that will be computed.
-        forward_seconds: what that pass took for each input, with the first one's preparations.
+        methods: the methods that will be computed.
+        forward_seconds: the time that the plain pass took for each input, with what only the first
+            pass has to do.
     """
     methods = list(methods)
     cache = context.model_context.cache
@@ -107,8 +112,8 @@ def warn_of_long_run(
 
 
 def _count_method(method: Method, context: BatchContext) -> float:
-    """Passes of one method beside the plain forward pass; those of gradient scores are counted
-    together.
+    """Count the passes of one method beside the plain forward pass; 0 for gradient scores, whose
+    passes are counted together by `_count_gradients`.
     """
     if isinstance(method, GradientScore):
         return 0.0
@@ -129,19 +134,19 @@ def _count_method(method: Method, context: BatchContext) -> float:
 
 
 def _count_late(context: BatchContext, names: Iterable[str], directions: int) -> float:
-    """A recorded forward pass, and backward passes through the operations of some parameters.
+    """Count a forward pass with a graph, and backward passes down to some late parameters.
 
     Args:
         context: the batch.
-        names: of the parameters.
-        directions: backward passes.
+        names: the names of the parameters.
+        directions: the number of backward passes.
     """
     request = context.request(GradientPass.of_scorer(context, None).directions, None)
     return row_passes(request, directions, context.model_context.cache, frozenset(names))
 
 
 def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) -> float:
-    """Passes of the gradient scores that share one smoothing."""
+    """Count the passes of the gradient scores that share one smoothing."""
     model_context = context.model_context
     settings = model_context.settings
     smooth = methods[0].smooth
@@ -167,7 +172,7 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
 
 @torch.no_grad()
 def _forward_seconds(context: BatchContext) -> float:
-    """The time of a plain forward pass over one input."""
+    """Measure the time of a plain forward pass over one input: the shortest of three."""
     one = ModelInput(take_samples(context.batch, slice(0, 1)))
     times: list[float] = []
     for _ in range(TIMED_RUNS):

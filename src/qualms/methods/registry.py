@@ -1,5 +1,5 @@
-"""The table of methods, and specs: `regrad+layers(0.4)+smooth(0.02, 8)` is a method with its
-modifiers.
+"""The table of methods, and the parser of specs, such as `regrad+layers(0.4)+smooth(0.02, 8)`: a
+method with its modifiers.
 """
 
 import re
@@ -78,11 +78,7 @@ METHODS: tuple[type[Method], ...] = (
 )
 RENAMED = {"auto": "recommended"}  # `auto` is an engine
 BY_NAME = {kind.name: kind for kind in METHODS}
-# The most parameters that each modifier takes.
-MODIFIERS = {
-    "layers": 1,
-    "smooth": 2,
-}
+MODIFIERS = {"layers": 1, "smooth": 2}  # by name, the largest number of parameters
 
 Methods = str | Method | Sequence[str | Method] | Mapping[str, str | Method]
 PixelStd = float | Sequence[float] | None
@@ -125,10 +121,10 @@ def parse(spec: str) -> Method:
     if name not in BY_NAME:
         raise QualmsError(f"{name!r} in {spec!r} is not a method; {_suggest(name, BY_NAME)}")
     kind: type[Any] = BY_NAME[name]
-    own = [f.name for f in fields(kind) if f.name not in MODIFIERS]
-    if len(arguments) > len(own):
-        takes = f"takes {', '.join(own)}" if own else "takes no parameters"
-        raise QualmsError(f"{spec!r} passes {len(arguments)} parameters to {name}, which {takes}.")
+    parameters = [f.name for f in fields(kind) if f.name not in MODIFIERS]
+    if len(arguments) > len(parameters):
+        takes = f"takes {', '.join(parameters)}" if parameters else "takes no parameters"
+        raise QualmsError(f"{spec!r} gives {name} {len(arguments)} parameters; it {takes}.")
     method: Method = kind(**_name_arguments(kind, arguments))
     for modifier in modifiers:
         method = _modify(method, *_parse_call(modifier, spec), spec)
@@ -136,13 +132,13 @@ def parse(spec: str) -> Method:
 
 
 def _modify(method: Method, modifier: str, arguments: list[float], spec: str) -> Method:
-    """Apply `+layers` or `+smooth`.
+    """Return a gradient score with `+layers` or `+smooth` applied.
 
     Args:
-        method: to be modified.
-        modifier: its name.
-        arguments: its parameters.
-        spec: the whole text, for errors.
+        method: the method to modify.
+        modifier: the name of the modifier.
+        arguments: the parameters of the modifier.
+        spec: the whole spec, for errors.
     """
     if modifier not in MODIFIERS:
         raise QualmsError(
@@ -154,12 +150,11 @@ def _modify(method: Method, modifier: str, arguments: list[float], spec: str) ->
             f"{method.name} is not one."
         )
     if (method.layers if modifier == "layers" else method.smooth) is not None:
-        raise QualmsError(f"{spec!r} has {modifier!r} twice; pass it once.")
-    most = MODIFIERS[modifier]
-    if len(arguments) > most:
+        raise QualmsError(f"{spec!r} has {modifier!r} twice; give it once.")
+    max_arguments = MODIFIERS[modifier]
+    if len(arguments) > max_arguments:
         raise QualmsError(
-            f"{spec!r} passes {len(arguments)} parameters to {modifier}, which takes at most "
-            f"{most}."
+            f"{spec!r} gives {modifier} {len(arguments)} parameters; it takes {max_arguments} at most."
         )
     if modifier == "layers":
         return replace(method, layers=arguments[0] if arguments else LAMBDA)
@@ -175,7 +170,7 @@ def _create_smoothing(arguments: list[float], spec: str) -> Smoothing:
 
 
 def _parse_call(text: str, spec: str) -> tuple[str, list[float]]:
-    """Split `name(1, 2)` into its name and its arguments; `spec` is the whole text, for errors."""
+    """Split `name(1, 2)` into its name and its arguments; `spec` is the whole spec, for errors."""
     match = re.fullmatch(r"([a-zA-Z_-]*)(?:\((.*)\))?", text)
     try:
         if match is None:
@@ -191,9 +186,10 @@ def _parse_call(text: str, spec: str) -> tuple[str, list[float]]:
 
 
 def _name_arguments(kind: type[Any], arguments: list[float]) -> dict[str, int | float]:
-    """Assign numbers to parameters in order, whole ones as int if the parameter is a count.
+    """Assign numbers to the parameters of a method in order.
 
-    Any other number is left to the rules of the parameter.
+    A whole number becomes an int if the default of its parameter is one. Other numbers stay floats,
+    which the rules of the parameter accept or reject.
     """
     named: dict[str, int | float] = {}
     for field, number in zip(fields(kind), arguments, strict=False):
@@ -207,11 +203,15 @@ def _suggest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(known)}."
 
 
-# What a user passes as methods: specs, objects, or either by names of the user's own.
+# What a user passes as methods: specs or objects, or a dict of them with names of the user's own.
 
 
 def name_methods(methods: Methods) -> dict[str, Method]:
-    """Parse methods, by name: the dict's key, else the spec as it was written."""
+    """Parse the specs among some methods, and name each method.
+
+    Returns:
+        The methods by name: the key in a dict of methods, else the spec as it was written.
+    """
     if isinstance(methods, (str, Method)):
         methods = [methods]
     if not methods:
@@ -235,17 +235,19 @@ def name_methods(methods: Methods) -> dict[str, Method]:
 
 
 def in_pixels(method: Method, pixel_std: PixelStd) -> Method:
-    """Convert noise in pixels from 0 to 1 to the units of inputs divided by `pixel_std`."""
+    """Convert a method's noise in pixels from 0 to 1 to the units of inputs that were divided by
+    `pixel_std`.
+    """
     if pixel_std is None:
         return method
-    each = tuple(pixel_std) if isinstance(pixel_std, Sequence) else (pixel_std,)
-    if not each or not all(map(_is_positive_number, each)):
+    stds = tuple(pixel_std) if isinstance(pixel_std, Sequence) else (pixel_std,)
+    if not stds or not all(map(_is_positive_number, stds)):
         raise QualmsError(
             f"pixel_std={pixel_std!r} is invalid; pass a number above 0, or one per channel."
         )
 
     def divide(level: float) -> Noise:
-        levels = tuple(level / s for s in each)
+        levels = tuple(level / std for std in stds)
         return levels if len(levels) > 1 else levels[0]
 
     return method.in_units(divide)
@@ -256,8 +258,9 @@ def _is_positive_number(value: Any) -> bool:
 
 
 def noisy_specs(methods: Methods) -> tuple[str, ...]:
-    """The specs whose noise depends on the units of pixels. Method objects have their noise set
-    already.
+    """Return the specs whose noise is meant in pixels.
+
+    Method objects are left out: whoever creates one sets its noise in the units of the input.
     """
     if isinstance(methods, (str, Method)):
         methods = [methods]

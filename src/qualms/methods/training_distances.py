@@ -21,9 +21,9 @@ from qualms.methods.training_features import (
 from qualms.parameters import whole
 
 PRODUCTS_AT_ONCE = 2**23  # inner products with training features
-SAME = 1e-6  # unit vectors that are no farther apart are the same but for rounding in 32 bits
+SAME = 1e-6  # unit vectors at most this far apart differ only by rounding in 32 bits
 EXTREME = 1e30  # a length whose inner products, or those of its inverse, may not fit 32 bits
-MIN_DISTANCE = 1e-6  # from the training mean, of the features' length: less is rounding in 32 bits
+MIN_DISTANCE = 1e-6  # from the training mean, relative to the features' length: less is rounding
 
 
 def knn(
@@ -35,13 +35,13 @@ def knn(
     """KNN: ‖z - z₍ₖ₎‖, the distance to the k-th nearest vector; of fewer than k, to the farthest.
 
     Args:
-        z: unit vectors.
-        neighbors: training features, of any length.
-        lengths: of these, by which they are divided.
-        k: which neighbor counts.
+        z: unit vectors of the inputs.
+        neighbors: training features, not yet divided by their lengths.
+        lengths: the lengths of the training features.
+        k: the rank of the neighbor that counts.
     """
     divisors = torch.where(lengths > 0, lengths, 1.0).to(neighbors)
-    # Vectors of zeros stay near to all others.
+    # A vector of zeros has the distance 1 from every unit vector: ‖z - 0‖² = 2 - 2 · 0.5.
     offsets = torch.where(lengths > 0, 0.0, 0.5).to(neighbors)
     parts: list[Tensor] = []
     for part in z.split(max(1, PRODUCTS_AT_ONCE // len(neighbors))):
@@ -56,8 +56,8 @@ def knn(
 
 
 def vector_lengths(features: Float[Tensor, "n f"]) -> Float64[Tensor, " n"]:
-    """‖h‖, in double precision, where no square is zero or infinite."""
-    return torch.cat([some.double().norm(dim=-1) for some in features.split(ROWS)])
+    """Compute ‖h‖ in double precision, in which no square underflows or overflows."""
+    return torch.cat([rows.double().norm(dim=-1) for rows in features.split(ROWS)])
 
 
 def to_unit(features: Float[Tensor, "n f"], lengths: Float64[Tensor, " n"]) -> Float[Tensor, "n f"]:
@@ -93,8 +93,8 @@ class KNN(Method):
     rules: ClassVar = {"k": whole(1)}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """`knn` of the unit features."""
-        # For all k together.
+        """Compute `knn` of the unit features."""
+        # The key is the class: methods with different k share the training features.
         neighbors, lengths = context.model_context.once(KNN, lambda: self._neighbors(context))
         features = context.head.features.to(neighbors)
         return knn(
@@ -108,14 +108,15 @@ class KNN(Method):
         self,
         context: BatchContext,
     ) -> tuple[Float[Tensor, "n f"], Float64[Tensor, " n"]]:
-        """The training features and their lengths; in double precision if 32 bits do not hold
-        their inner products.
+        """Return the training features and their lengths.
+
+        The features are in double precision if 32 bits do not hold their inner products.
         """
         features = training_features(context, self.name).features
         lengths = vector_lengths(features)
-        some = lengths[lengths > 0]
-        is_extreme = len(some) > 0 and (
-            float(some.max()) > EXTREME or float(some.min()) < 1 / EXTREME
+        positive = lengths[lengths > 0]
+        is_extreme = len(positive) > 0 and (
+            float(positive.max()) > EXTREME or float(positive.min()) < 1 / EXTREME
         )
         return features.double() if is_extreme else features, lengths
 
@@ -125,7 +126,7 @@ class ClassGaussians:
     """A Gaussian for each class that has training inputs, with one covariance Σ for all of them.
 
     Attributes:
-        means: μ_c.
+        means: μ_c, the mean of each of the k classes.
         whitening: A, with Σ⁻¹ = A Aᵀ.
     """
 
@@ -134,23 +135,29 @@ class ClassGaussians:
 
 
 def mahalanobis(features: Float[Tensor, "b f"], classes: ClassGaussians) -> Float64[Tensor, " b"]:
-    """min_c (h - μ_c)ᵀ Σ⁻¹ (h - μ_c), as ‖Aᵀ(h - μ_c)‖², which is never negative."""
+    """Compute min_c (h - μ_c)ᵀ Σ⁻¹ (h - μ_c), as ‖Aᵀ(h - μ_c)‖², which is never negative."""
     h = features.double()
     distances = [((h - mean) @ classes.whitening).square().sum(-1) for mean in classes.means]
     return torch.stack(distances, dim=1).amin(-1)
 
 
 def fit_classes(training: TrainingFeatures) -> ClassGaussians:
-    """Means and the inverse covariance; a variance that is no more than rounding counts as zero."""
+    """Fit the mean of each class and the shared inverse covariance to training features.
+
+    Directions whose variance is no more than rounding are left out of the inverse.
+
+    Raises:
+        QualmsError: if features do not vary within the classes.
+    """
     width = training.features.shape[1]
     eps = torch.finfo(training.features.dtype).eps
     means: list[Tensor] = []
     scatter = training.features.new_zeros(width, width, dtype=torch.double)
     for label in training.labels.unique():
-        own = training.features[training.labels == label].double()
-        mean = own.mean(0)
+        members = training.features[training.labels == label].double()
+        mean = members.mean(0)
         means.append(mean)
-        scatter += (own - mean).mT @ (own - mean)
+        scatter += (members - mean).mT @ (members - mean)
     if scatter.trace().sqrt() <= eps * training.features.norm(dtype=torch.double):
         raise QualmsError(
             f"the {len(training.features)} training inputs do not vary within their classes, so "
@@ -158,8 +165,8 @@ def fit_classes(training: TrainingFeatures) -> ClassGaussians:
         )
     smallest = max(width * torch.finfo(torch.double).eps, (width * eps) ** 2)
     variances, directions = torch.linalg.eigh(scatter / len(training.features))
-    some = variances > smallest * variances[-1]  # the largest is the last
-    return ClassGaussians(torch.stack(means), directions[:, some] / variances[some].sqrt())
+    counts = variances > smallest * variances[-1]  # the largest is the last
+    return ClassGaussians(torch.stack(means), directions[:, counts] / variances[counts].sqrt())
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,7 @@ class Mahalanobis(Method):
     cost = "1, and 1 for each training input"
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """The squared distance to the nearest class."""
+        """Compute the squared Mahalanobis distance to the nearest class."""
         classes = context.model_context.once(
             self, lambda: fit_classes(training_features(context, self.name))
         )
@@ -204,16 +211,20 @@ def boundary_distance(
     logits: Float[Tensor, "b c"],
     weight: Float[Tensor, "c f"],
 ) -> Float[Tensor, " b"]:
-    """The mean over c ≠ ĉ of (z_ĉ - z_c) / ‖w_ĉ - w_c‖, the distance to the boundaries between the
-    predicted class ĉ and all others.
+    """Compute the mean over c ≠ ĉ of (z_ĉ - z_c) / ‖w_ĉ - w_c‖, the distance to the boundaries
+    between the predicted class ĉ and all others.
 
-    Two classes with the same weights have no boundary between them, and no distance to it.
+    Two classes with the same weights have no boundary between them; their distance counts as 0.
+
+    Args:
+        logits: z.
+        weight: the weight of the last linear layer, with rows w_c.
     """
     largest, predicted = logits.max(-1)
-    # Only those of the predicted classes: there may be billions of pairs.
-    some, index = predicted.unique(return_inverse=True)
+    # Only pairs with a predicted class: all pairs of classes may be billions.
+    predicted_classes, index = predicted.unique(return_inverse=True)
     rows = weight.double()
-    pairs = torch.cdist(rows[some], rows, compute_mode="donot_use_mm_for_euclid_dist")
+    pairs = torch.cdist(rows[predicted_classes], rows, compute_mode="donot_use_mm_for_euclid_dist")
     between = pairs[index]
     distances = torch.where(between > 0, (largest[:, None] - logits) / between, 0)
     return distances.sum(-1) / (logits.shape[1] - 1)
@@ -231,9 +242,9 @@ def fdbd(
     Args:
         logits: z.
         features: h.
-        weight: of the last linear layer.
-        mean: μ, of the training features.
-        min_distance: the least that ‖h - μ‖ counts as.
+        weight: the weight of the last linear layer.
+        mean: μ, the mean of the training features.
+        min_distance: the lower bound of ‖h - μ‖ in the division.
     """
     from_mean = (features.double() - mean).norm(dim=-1).clamp_min(min_distance)
     return -boundary_distance(logits, weight) / from_mean
@@ -261,13 +272,15 @@ class FDBD(Method):
     cost = "1, and 1 for each training input"
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """`fdbd`, with the mean of the training features."""
+        """Compute `fdbd` with the mean of the training features."""
         mean, min_distance = context.model_context.once(self, lambda: self._fit(context))
         head = context.head
         return fdbd(context.logits, head.features, head.weight, mean, min_distance)
 
     def _fit(self, context: BatchContext) -> tuple[Float64[Tensor, " f"], float]:
-        """The mean of the training features, and the smallest distance from it above rounding."""
+        """Compute the mean of the training features, and the smallest distance from the mean that is
+        more than rounding.
+        """
         features = training_features(context, self.name).features
         length = float(features.norm(dtype=torch.double)) / len(features) ** 0.5
         return features.mean(0, dtype=torch.double), MIN_DISTANCE * (length or 1.0)

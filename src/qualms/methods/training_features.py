@@ -28,12 +28,12 @@ ROWS = 4096  # training features that are in double precision at once
 
 @dataclass(frozen=True)
 class TrainingFeatures:
-    """Of n training inputs, 32 bits a number at least: 4 n f bytes for a float32 model.
+    """The features and labels of n training inputs, in float32 at least: 4 n f bytes or more.
 
     Attributes:
-        features: that the last linear layer reads.
+        features: the features that the last linear layer reads.
         max_logits: the largest logit of each input.
-        labels: those that came with the inputs, else the model's predictions.
+        labels: the labels that came with the inputs, else the model's predictions.
     """
 
     features: Float[Tensor, "n f"]
@@ -42,11 +42,11 @@ class TrainingFeatures:
 
 
 def training_features(context: BatchContext, method: str) -> TrainingFeatures:
-    """The features of `train=`, computed once for a model.
+    """Return the features of `train=`, computed once for a model.
 
     Args:
-        context: of the model.
-        method: named in the error if there is no training data.
+        context: the context that holds the model and its training data.
+        method: the name of the method, for the error if there is no training data.
     """
     model_context = context.model_context
     return model_context.once(TrainingFeatures, lambda: _compute_features(context, method))
@@ -56,17 +56,17 @@ def _compute_features(context: BatchContext, method: str) -> TrainingFeatures:
     features: list[Tensor] = []
     max_logits: list[Tensor] = []
     labels: list[Tensor] = []
-    for batch, own_labels in context.model_context.labeled_training_batches(method):
+    for batch, batch_labels in context.model_context.labeled_training_batches(method):
         size = context.model_context.rows_at_once(batch)
         for start in range(0, num_samples(batch), size):
             rows = slice(start, start + size)
             z, head = forward_with_head(context.model, take_samples(batch, rows))
             features.append(at_least_float32(require_head(head).features))
             max_logits.append(at_least_float32(z).amax(-1))
-            if own_labels is None:
+            if batch_labels is None:
                 labels.append(z.argmax(-1))
             else:
-                labels.append(_check_labels(own_labels[rows].to(z.device), z.shape[1]))
+                labels.append(_check_labels(batch_labels[rows].to(z.device), z.shape[1]))
     return TrainingFeatures(torch.cat(features), torch.cat(max_logits), torch.cat(labels))
 
 
@@ -91,9 +91,9 @@ def react(
 
     Args:
         features: h.
-        weight: W.
-        bias: b.
-        threshold: a quantile of the numbers in the training features.
+        weight: W of the last linear layer.
+        bias: b of the last linear layer.
+        threshold: a quantile of the numbers in the training features, at which h is clipped.
     """
     return energy(F.linear(features.clamp(max=threshold), weight, bias).double())
 
@@ -127,25 +127,25 @@ class ReAct(Method):
     rules: ClassVar = {"quantile": SHARE}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """`react`, with the threshold of the training features."""
+        """Compute `react` with the quantile of the training features as threshold."""
         head = context.head
         threshold = context.model_context.once(self, lambda: self._find_threshold(context))
         return react(head.features, head.weight, head.bias, threshold)
 
     def _find_threshold(self, context: BatchContext) -> float:
-        # numpy's, since torch's quantile takes 16 million numbers at most.
+        # numpy's quantile, since torch's takes 16 million numbers at most.
         features = training_features(context, self.name).features
         return float(np.quantile(features.cpu(), self.quantile))
 
 
 @dataclass(frozen=True)
 class Residual:
-    """What the training features do not span, as a virtual logit.
+    """The virtual logit of ViM: the part of a feature vector that the training features do not span.
 
     Attributes:
         origin: o = -W⁺b, at which all logits are zero.
         directions: R, an orthonormal basis of all but the principal directions around o.
-        alpha: α.
+        alpha: α, the scale of the virtual logit.
     """
 
     origin: Float64[Tensor, " f"]
@@ -205,7 +205,7 @@ class ViM(Method):
     rules: ClassVar = {"dimensions": whole(0)}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """`vim`, with the residual of the training features."""
+        """Compute `vim` with the residual of the training features."""
         residual = context.model_context.once(self, lambda: self._fit(context))
         return vim(context.logits, context.head.features, residual)
 
@@ -215,12 +215,14 @@ class ViM(Method):
         return fit_residual(training, context.head, dimensions)
 
     def quick(self) -> "ViM":
-        """The same with one principal direction, for which few training inputs suffice."""
+        """Return the same method with one principal direction, for which few training inputs suffice."""
         return replace(self, dimensions=1)
 
 
 def default_dimensions(width: int) -> int:
-    """D for a number of features, as in the paper's code; its networks have at least 768."""
+    """Choose D for a number of features, as in the paper's code; half of them below the 768 features
+    of the paper's smallest network.
+    """
     if width >= 2048:
         return 1000
     return 512 if width >= 768 else width // 2
@@ -232,7 +234,7 @@ def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Res
     Args:
         training: the training features.
         head: the last linear layer.
-        dimensions: D.
+        dimensions: D, the number of principal directions.
 
     Raises:
         QualmsError: if no features lie outside of D dimensions, or α would not be positive.
@@ -255,7 +257,8 @@ def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Res
     unscaled = Residual(origin, directions, alpha=1.0)
     parts = [unscaled.virtual_logit(rows) for rows in training.features.split(ROWS)]
     norm = torch.cat(parts).mean()
-    # Of the features themselves, and of the sums of squares that the directions come from.
+    # The rounding of the features themselves, or of the sums of squares that the directions come
+    # from, whichever is larger.
     rounding = max(
         width * torch.finfo(training.features.dtype).eps,
         (width * torch.finfo(torch.double).eps) ** 0.5,

@@ -1,5 +1,6 @@
-"""Scores over other last layers that fit the training data: samples of a posterior, and searched
-ones that disagree. The rest of the network runs once.
+"""Scores over alternative last layers that fit the training data: samples from a posterior
+(`Laplace`), and heads that are searched to disagree with the given one (`QUAM`). The rest of the
+network runs once.
 """
 
 from collections.abc import Iterator
@@ -39,15 +40,15 @@ from qualms.methods.training_features import training_features
 from qualms.parameters import NOT_NEGATIVE, POSITIVE, whole
 from qualms.random import generator
 
-# Of a head in double precision, while one is sampled: its noise, what that becomes step by step,
-# the mean.
+# Tensors of the size of a head in double precision while one head is sampled: its noise, the steps
+# that turn it into a head, the mean.
 COPIES_OF_SAMPLE = 6
 BATCH = 512  # training inputs for each step of QUAM, as in the paper's code
-LOGITS_AT_ONCE = 2**21  # of training inputs, in QUAM
-# Of a head that QUAM adapts, as measured: itself, Adam's two means, the gradient, its parts, what
-# they are computed with.
+LOGITS_AT_ONCE = 2**21  # logits of training inputs at a time, in QUAM
+# Tensors of the size of a head that QUAM adapts, as measured: the head itself, Adam's two means, the
+# gradient, its parts and intermediate results.
 COPIES_OF_HEAD = 9
-COPIES_OF_LOGITS = 5  # of training inputs
+COPIES_OF_LOGITS = 5  # tensors of the size of the logits of training inputs
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,11 @@ class Laplace(MonteCarlo):
 
     @property
     def extra_passes(self) -> float:
-        """None: only the last layer is sampled."""
+        """0: only the last layer is sampled."""
         return 0.0
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Mutual information over samples of the posterior."""
+        """Compute mutual information over samples from the posterior."""
         posterior = context.model_context.once(self, lambda: self._fit(context))
         head = context.head
         budget = budget_of_rows(context.model_context.settings.budget, context.device)
@@ -104,7 +105,7 @@ class Laplace(MonteCarlo):
         return information_over_draws(context, self.draws, log_probs)
 
     def _fit(self, context: BatchContext) -> HeadPosterior:
-        """Fit the posterior, after a check that it fits the budget."""
+        """Fit the posterior, or raise an error if it does not fit the budget."""
         head = context.head
         budget = context.model_context.settings.budget
         classes, width = head.weight.shape
@@ -124,7 +125,7 @@ class Laplace(MonteCarlo):
         return fit_head(batches, head.weight, head.bias, self.prior_precision)
 
     def _training_batches(self, context: BatchContext) -> Iterator[tuple[Tensor, Tensor]]:
-        """Features and logits of the training inputs."""
+        """Yield features and logits of the training inputs."""
         for batch in context.model_context.training_batches(self.name):
             for part in context.chunks(batch):
                 logits, head = forward_with_head(context.model, part)
@@ -132,7 +133,7 @@ class Laplace(MonteCarlo):
 
 
 def _bytes_of_sample(head: Head) -> int:
-    """What sampling one head takes."""
+    """Compute the memory in bytes that sampling one head takes."""
     return COPIES_OF_SAMPLE * DOUBLE * head.weight.numel()
 
 
@@ -145,8 +146,8 @@ def quam(
 
     Args:
         divergence: KL( p ‖ q_n ) of n models q_n.
-        excess_loss: L(q_n) - L(p), on training data.
-        temperature: T.
+        excess_loss: L(q_n) - L(p), the loss on training data beyond that of the given model.
+        temperature: T; a low one leaves only models that fit the training data as well.
     """
     weights = (-excess_loss / temperature).softmax(-1)
     return (weights * divergence).sum(-1)
@@ -210,7 +211,7 @@ class QUAM(Method):
     }
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """`quam` over the models of all searches."""
+        """Compute `quam` over the models of all searches."""
         training = context.model_context.once(self, lambda: self._training_batches(context))
         start = _as_matrix(context.head)
         x = _extend_features(context.head.features, context.head)
@@ -229,7 +230,7 @@ class QUAM(Method):
         return quam(all_divergences, all_losses, self.temperature)
 
     def quick(self) -> "QUAM":
-        """The same with two steps."""
+        """Return the same method with two steps at most."""
         return replace(self, steps=min(self.steps, FEW))
 
     def _search(
@@ -239,16 +240,16 @@ class QUAM(Method):
         start: Float[Tensor, "c g"],
         training: "list[TrainingBatch]",
     ) -> tuple[Float64[Tensor, "m n"], Float64[Tensor, "m n"]]:
-        """Adapt one head to each input, until it predicts the target.
+        """Adapt one head for each row of features, towards predicting the target of the row.
 
         Args:
             x: features, with a 1 for the bias.
-            targets: a class for each of them.
-            start: the given head.
+            targets: a class for each row of features.
+            start: the given head, as `_as_matrix` returns it.
             training: batches of training data.
 
         Returns:
-            KL(p ‖ q) and L(q) - L(p) for the n heads on the way.
+            KL(p ‖ q) and L(q) - L(p) of the n heads before each step, the given head first.
         """
         heads = start.expand(len(x), *start.shape).clone()
         adam = torch.optim.Adam([heads], self.rate, weight_decay=self.weight_decay)
@@ -264,7 +265,7 @@ class QUAM(Method):
             excess.append(loss.double() - batch.loss)
             target_gradient = (log_q.exp() - one_hot).to(x)[:, :, None] * x[:, None]
             heads.grad = target_gradient + self.penalty * factor * loss_gradient
-            # Adam takes its square.
+            # Adam squares the gradient, which must not overflow.
             if float(heads.grad.abs().max()) > torch.finfo(x.dtype).max ** 0.5:
                 dtype = str(x.dtype).removeprefix("torch.")
                 raise QualmsError(
@@ -276,8 +277,10 @@ class QUAM(Method):
         return torch.stack(divergence, dim=1), torch.stack(excess, dim=1)
 
     def _training_batches(self, context: BatchContext) -> "list[TrainingBatch]":
-        """Training data in batches of one size, in random order if there is more than one: it may
-        come class by class.
+        """Split the training features into batches of one size, with the given head's loss on each.
+
+        If there is more than one batch, the order is random, as training data may come sorted by
+        class.
         """
         training = training_features(context, self.name)
         head = context.head
@@ -289,11 +292,12 @@ class QUAM(Method):
             order = torch.randperm(count, generator=generator(context.seed))[:used]
             order = order.to(labels.device)
             features, labels = features[order], labels[order]
-        own_head = _as_matrix(head)[None]
+        given_head = _as_matrix(head)[None]
         batches: list[TrainingBatch] = []
-        for some, own_labels in zip(features.split(BATCH), labels.split(BATCH), strict=True):
-            batch = TrainingBatch(_extend_features(some, head), own_labels)
-            loss, _ = batch.loss_and_gradient(own_head)
+        parts = zip(features.split(BATCH), labels.split(BATCH), strict=True)
+        for batch_features, batch_labels in parts:
+            batch = TrainingBatch(_extend_features(batch_features, head), batch_labels)
+            loss, _ = batch.loss_and_gradient(given_head)
             batches.append(replace(batch, loss=float(loss)))
         return batches
 
@@ -310,7 +314,11 @@ class TrainingBatch:
         self,
         heads: Float[Tensor, "m c g"],
     ) -> tuple[Float[Tensor, " m"], Float[Tensor, "m c g"]]:
-        """The mean cross-entropy of each head, and its gradient."""
+        """Compute the mean cross-entropy of each head, and the gradient with respect to the head.
+
+        Args:
+            heads: m heads, as `_as_matrix` returns one.
+        """
         m, c, _ = heads.shape
         log_q = (heads.flatten(0, 1) @ self.features.mT).unflatten(0, (m, c)).log_softmax(1)
         labels = self.labels.expand(m, 1, -1)
@@ -322,7 +330,13 @@ class TrainingBatch:
 
 
 def _heads_at_once(context: BatchContext, head: Float[Tensor, "c g"], inputs: int) -> int:
-    """How many heads, and their logits of training inputs, fit the budget."""
+    """Compute how many heads, with their logits of training inputs, fit the budget.
+
+    Args:
+        context: the context that holds the budget.
+        head: the given head, as `_as_matrix` returns it.
+        inputs: the number of training inputs in a batch.
+    """
     budget = context.model_context.settings.budget or default_budget(head.device)
     logits = len(head) * inputs
     needed = (COPIES_OF_HEAD * head.numel() + COPIES_OF_LOGITS * logits) * head.element_size()
@@ -335,12 +349,12 @@ def _heads_at_once(context: BatchContext, head: Float[Tensor, "c g"], inputs: in
 
 
 def _extend_features(features: Float[Tensor, "n f"], head: Head) -> Float[Tensor, "n g"]:
-    """The features, with a 1 for the bias if there is one."""
+    """Append a 1 to the features if the head has a bias."""
     wide = at_least_float32(features)
     return wide if head.bias is None else F.pad(wide, (0, 1), value=1.0)
 
 
 def _as_matrix(head: Head) -> Float[Tensor, "c g"]:
-    """The weight, with the bias as its last column if there is one."""
+    """Join the weight with the bias, if there is one, as its last column."""
     columns = [head.weight] if head.bias is None else [head.weight, head.bias[:, None]]
     return at_least_float32(torch.cat(columns, dim=1))

@@ -67,11 +67,11 @@ def interval(
         )
     measure(*tables)  # raises an error if it is undefined on the samples themselves
     values = _resampled_values(measure, tables, paired, resamples, seed)
-    return middle_of(list(islice(values, resamples)), level)
+    return central_interval(list(islice(values, resamples)), level)
 
 
-def middle_of(values: Sequence[float], level: float) -> tuple[float, float]:
-    """Return the quantiles (1 - level) / 2 and (1 + level) / 2.
+def central_interval(values: Sequence[float], level: float) -> tuple[float, float]:
+    """Compute the quantiles (1 - level) / 2 and (1 + level) / 2 of some values.
 
     Args:
         values: Numbers in any order.

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from qualms.errors import QualmsError
-from qualms.metrics.bootstrap import middle_of
+from qualms.metrics.bootstrap import central_interval
 from qualms.metrics.checks import Floats
 
 
@@ -29,18 +29,18 @@ def auroc_interval(
     Args:
         in_groups: The scores of the known inputs, an array per group; groups may be empty.
         out_groups: The scores of the unknown inputs, an array per group.
-        paired: Whether group i of both belongs to one thing, such as a text with right and wrong
-            answers.
+        paired: Whether known group i and unknown group i belong together, such as the right and the
+            wrong answers to one text; then both are drawn or neither is.
         resamples: The number of resamples.
         level: The share of resamples between the two ends.
         seed: The seed of the draws.
     """
     won = pairs_won(in_groups, out_groups)
     sizes = _sizes(in_groups), _sizes(out_groups)
-    return _share_interval(won, sizes, paired, resamples, level, seed)
+    return _share_interval(won, sizes, paired=paired, resamples=resamples, level=level, seed=seed)
 
 
-def lead_interval(
+def auroc_difference_interval(
     ours: tuple[Sequence[Floats], Sequence[Floats]],
     theirs: tuple[Sequence[Floats], Sequence[Floats]],
     *,
@@ -51,8 +51,8 @@ def lead_interval(
     """Compute the bootstrap interval of AUROC(ours) - AUROC(theirs), two scores of the same inputs.
 
     Args:
-        ours: One score of the known and of the unknown groups.
-        theirs: Another score of the same groups.
+        ours: Our scores: (known groups, unknown groups), one array of scores per group.
+        theirs: Their scores of the same inputs, likewise.
         resamples: The number of resamples.
         level: The share of resamples between the two ends.
         seed: The seed of the draws.
@@ -62,8 +62,9 @@ def lead_interval(
         raise QualmsError(
             "the two scores have groups of different sizes; pass scores of the same inputs."
         )
+    # AUROC is the share of pairs won, so the difference of counts gives the difference of AUROCs.
     lead = pairs_won(*ours) - pairs_won(*theirs)
-    return _share_interval(lead, sizes, False, resamples, level, seed)
+    return _share_interval(lead, sizes, paired=False, resamples=resamples, level=level, seed=seed)
 
 
 def pairs_won(in_groups: Sequence[Floats], out_groups: Sequence[Floats]) -> Float[Floats, "i o"]:
@@ -76,7 +77,7 @@ def pairs_won(in_groups: Sequence[Floats], out_groups: Sequence[Floats]) -> Floa
         out_groups: The scores of the unknown inputs, an array per group.
 
     Returns:
-        Of shape [known groups, unknown groups].
+        The number of pairs won, of shape [known groups, unknown groups].
     """
     known = np.concatenate(in_groups)
     owner = np.repeat(np.arange(len(in_groups)), _sizes(in_groups))
@@ -103,7 +104,7 @@ def _share_interval(
     Args:
         won: Pairs, of shape [known groups, unknown groups], as `pairs_won` counts them.
         sizes: The sizes of the known groups, and those of the unknown ones.
-        paired: Whether the same groups are drawn of both.
+        paired: Whether known and unknown groups of the same numbers are drawn.
         resamples: The number of resamples.
         level: The share of resamples between the two ends.
         seed: The seed of the draws.
@@ -122,7 +123,7 @@ def _share_interval(
             values.append((a @ won @ b) / pairs)
     if not values:
         raise QualmsError("no resample has inputs of both kinds; pass more inputs.")
-    return middle_of(values, level)
+    return central_interval(values, level)
 
 
 def _sizes(groups: Sequence[Floats]) -> list[int]:
@@ -131,6 +132,6 @@ def _sizes(groups: Sequence[Floats]) -> list[int]:
 
 
 def _draw_counts(random: np.random.Generator, count: int) -> Float[Floats, " n"]:
-    """Draw as many groups as there are, with replacement, and count how often each is drawn."""
+    """Draw `count` of `count` groups with replacement, and count how often each is drawn."""
     drawn = random.integers(count, size=count)
     return np.bincount(drawn, minlength=count).astype(float)

@@ -44,8 +44,8 @@ def nll(logits: Any, labels: Any) -> float:
     """
     z, y = logits_and_labels(logits, labels)
     log_p = _log_softmax(z)
-    own = log_p[np.arange(len(y)), y]
-    return float(-own.mean())
+    log_p_of_labels = log_p[np.arange(len(y)), y]
+    return float(-log_p_of_labels.mean())
 
 
 def nll_softmax_twice(logits: Any, labels: Any) -> float:

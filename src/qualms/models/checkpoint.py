@@ -1,8 +1,8 @@
 """Load weights from disk into a network, in any common wrapping; all of them or none.
 
 A pickle can run any code as it is read, so torch's files are read with `weights_only=True` and
-anything else is refused. Reading and fitting are separate steps: names in a file have a meaning
-only for a network.
+anything else is refused. Reading a file (`read_state`) and putting its tensors into a network
+(`fit_state`) are separate steps, since names in a file have a meaning only for a network.
 """
 
 import io
@@ -29,13 +29,13 @@ PREFIXES = ("module.", "model.", "base_model.", "_orig_mod.")
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:
-    """The named tensors of a checkpoint, on the CPU.
+    """Read the named tensors of a checkpoint, on the CPU.
 
-    What scripts put around them (`{"state_dict": …, "epoch": …}`) is taken off; what is no tensor
-    is left out.
+    Dictionaries that training scripts put around the tensors (`{"state_dict": …, "epoch": …}`) are
+    unwrapped; values that are no tensors are left out.
 
     Args:
-        path: of a `.safetensors` file, or of a file that `torch.save` wrote.
+        path: the path of a `.safetensors` file, or of a file that `torch.save` wrote.
 
     Returns:
         Tensors by name.
@@ -70,7 +70,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
 
 
 def _no_tensors(path: Path, found: str) -> QualmsError:
-    """The error that a file has no tensors by name."""
+    """Create the error that a file has no tensors by name."""
     return QualmsError(
         f"{path} contains no named tensors, only {found}; save the network's state_dict()."
     )
@@ -94,33 +94,34 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 class _BoundedReader(io.BufferedReader):
-    """A file that allocates no more bytes than it has left, for any length in it."""
+    """A file of which no read allocates more bytes than are left, whatever length is asked for."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path))
         self.length = path.stat().st_size
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read at most as many bytes as there are."""
-        rest = max(0, self.length - self.tell())
+        """Read `size` bytes, or all that are left if these are fewer."""
+        remaining = max(0, self.length - self.tell())
         if size is None or size < 0:
-            size = rest
-        return super().read(min(size, rest))
+            size = remaining
+        return super().read(min(size, remaining))
 
 
 def load_torch_file(path: Path) -> Any:
-    """Load a file with `torch.load`, on the CPU.
+    """Load a file with `torch.load`, on the CPU, protected against malicious files.
 
-    No code runs, no warning is given, and no room is made for what is not there.
+    No code in the file runs, no warning is given, and no memory is allocated for lengths that the
+    file only claims.
 
     Args:
-        path: of a file that `torch.save` wrote.
+        path: the path of a file that `torch.save` wrote.
 
     Raises:
         Exception: of any class, if the file is damaged or holds more than tensors.
     """
     with warnings.catch_warnings():
-        # About pickles and archives of kinds that are refused right after.
+        # Warnings about kinds of pickles and archives that are refused right after.
         warnings.simplefilter("ignore")
         with open(path, "rb") as start:
             is_archive = start.read(len(ARCHIVE)) == ARCHIVE  # as torch distinguishes its formats
@@ -134,7 +135,7 @@ def load_torch_file(path: Path) -> Any:
 
 
 def _require_entries(path: Path) -> None:
-    """Raise if an entry of a zip archive claims more bytes than can be unpacked from it."""
+    """Raise a ValueError if an entry of a zip archive claims more bytes than it can unpack to."""
     length = path.stat().st_size
     with zipfile.ZipFile(path) as file:
         for entry in file.infolist():
@@ -146,7 +147,7 @@ def _require_entries(path: Path) -> None:
 
 
 def _require_numbers(file: _BoundedReader) -> None:
-    """Raise if a file of torch's old format claims more numbers than it has bytes.
+    """Raise a ValueError if a file of torch's old format claims more numbers than it has bytes.
 
     Such a file is five pickles and then numbers. torch allocates a storage of the length in
     the pickle, which is the number right before its id is complete.
@@ -162,7 +163,7 @@ def _require_numbers(file: _BoundedReader) -> None:
 
 
 def _read_torch_file(path: Path) -> Any:
-    """Read a file of torch; any exception becomes an error that names it."""
+    """Read a file of torch; any exception becomes an error that names the file."""
 
     def explain(error: Exception) -> QualmsError:
         asked = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -182,7 +183,7 @@ def _read_torch_file(path: Path) -> Any:
 
 
 def _unwrap(content: Any) -> Any:
-    """Return the innermost dictionary that scripts wrapped."""
+    """Return the innermost dictionary under the keys that training scripts use as wrappers."""
     while isinstance(content, Mapping):
         inside = []
         for key in WRAPPERS:
@@ -202,13 +203,13 @@ def fit_state(
     file: str | Path = "the checkpoint",
     network: str = "the network",
 ) -> None:
-    """Put a checkpoint's tensors into the model, in the model's own precision.
+    """Copy a checkpoint's tensors into a model, in the model's own precision.
 
     Args:
         model: the network; it is left unchanged if the tensors do not fit.
-        state: tensors by name; the prefixes that wrappers of networks add to every name are taken
-            off if need be.
-        rename: starts of names in the checkpoint, and what the network calls them; or a function
+        state: tensors by name; prefixes that wrappers such as DataParallel add to every name are
+            removed if needed.
+        rename: a mapping from prefixes in the checkpoint to prefixes in the network; or a function
             from the checkpoint's name to the network's.
         file: what an error calls the checkpoint.
         network: what an error calls the model.
@@ -224,35 +225,47 @@ def fit_state(
         assert torch.equal(model.weight, trained.weight)
         ```
     """
-    own = {}
+    expected = {}
     for key, value in model.state_dict().items():
         if isinstance(value, Tensor):
-            own[key] = value
-    state = _strip_prefixes(state, own)
-    state = _rename_keys(state, own, rename or {})
-    problems, advice = _describe_mismatch(state, own)
+            expected[key] = value
+    state = _strip_prefixes(state, expected)
+    state = _rename_keys(state, expected, rename or {})
+    problems, advice = _describe_mismatch(state, expected)
     if problems:
         raise QualmsError(f"{file} does not fit {network}: {', '.join(problems)}; {advice}.")
-    # Not strict: what may be missing was decided above.
+    # strict=False, since `_missing_keys` has decided above which keys may be missing.
     model.load_state_dict(dict(state), strict=False)
 
 
 def _describe_mismatch(
-    state: Mapping[str, Tensor], own: Mapping[str, Tensor]
+    state: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> tuple[list[str], str]:
-    """Why a checkpoint's tensors do not fit the model's own, and what to do about it."""
-    missing = _missing_keys(state, own)
-    unexpected = [key for key in state if key not in own]
-    other = [key for key in state if key in own and state[key].shape != own[key].shape]
+    """Explain why a checkpoint's tensors do not fit the model's, and what to do about it.
+
+    Args:
+        state: the tensors of the checkpoint by name.
+        expected: the tensors of the model by name.
+
+    Returns:
+        The problems, none if the tensors fit, and an advice.
+    """
+    missing = _missing_keys(state, expected)
+    unexpected = [key for key in state if key not in expected]
+    misshapen = []
+    for key in state:
+        if key in expected and state[key].shape != expected[key].shape:
+            misshapen.append(key)
     problems = []
     if missing:
         problems.append(f"{_keys(missing)} missing (first '{missing[0]}')")
     if unexpected:
         problems.append(f"{_keys(unexpected)} unexpected (first '{unexpected[0]}')")
-    if other:
-        theirs, ours = tuple(state[other[0]].shape), tuple(own[other[0]].shape)
+    if misshapen:
+        theirs = tuple(state[misshapen[0]].shape)
+        ours = tuple(expected[misshapen[0]].shape)
         problems.append(
-            f"{_keys(other)} with a different shape (first '{other[0]}': {theirs} in the file, "
+            f"{_keys(misshapen)} of another shape (first '{misshapen[0]}': {theirs} in the file, "
             f"{ours} here)"
         )
     if missing or unexpected:
@@ -260,13 +273,16 @@ def _describe_mismatch(
     return problems, "pass classes=, the number that it was trained with"
 
 
-def _strip_prefixes(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """A checkpoint without the prefixes that all its names have.
+def _strip_prefixes(
+    state: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """Remove prefixes that all names in a checkpoint have in common.
 
-    Prefixes go one by one until names are the network's; if they never are, nothing was a prefix.
+    They are removed one by one until a name is the network's; if that never happens, the checkpoint
+    is returned unchanged.
     """
     bare = state
-    while not any(key in own for key in bare):
+    while not any(key in expected for key in bare):
         common = [p for p in PREFIXES if all(key.startswith(p) for key in bare)]
         if not common:
             return state
@@ -275,12 +291,12 @@ def _strip_prefixes(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> M
 
 
 def _rename_keys(
-    state: Mapping[str, Tensor], own: Mapping[str, Tensor], rename: Rename
+    state: Mapping[str, Tensor], expected: Mapping[str, Tensor], rename: Rename
 ) -> dict[str, Tensor]:
-    """A checkpoint with the network's names; those that it has already stay."""
+    """Rename the keys of a checkpoint to the network's names; keys that the network has already stay."""
     renamed = {}
     for key, value in state.items():
-        renamed[key if key in own else _new_name(key, rename)] = value
+        renamed[key if key in expected else _new_name(key, rename)] = value
     return renamed
 
 
@@ -294,18 +310,18 @@ def _new_name(key: str, rename: Rename) -> str:
     return key
 
 
-def _missing_keys(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
-    """What the checkpoint lacks and the network needs.
+def _missing_keys(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Find the keys that the network needs and the checkpoint lacks.
 
-    Not a counter that evaluation never reads, nor a second name for a tensor that is there:
-    safetensors drops those.
+    Two kinds may be missing: the batch counters of batch normalization, which evaluation never
+    reads, and second names of a shared tensor, which safetensors drops.
     """
-    there = {(own[key].data_ptr(), own[key].shape) for key in own if key in state}
+    present = {(expected[key].data_ptr(), expected[key].shape) for key in expected if key in state}
     missing = []
-    for key, value in own.items():
+    for key, value in expected.items():
         if key in state or key.endswith("num_batches_tracked"):
             continue
-        if value.numel() == 0 or (value.data_ptr(), value.shape) not in there:
+        if value.numel() == 0 or (value.data_ptr(), value.shape) not in present:
             missing.append(key)
     return missing
 

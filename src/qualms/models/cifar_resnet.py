@@ -52,8 +52,8 @@ class CifarResNet(nn.Module):
     """A 3x3 stem, three stages of blocks, the mean over space, and a linear layer.
 
     Args:
-        blocks: in each stage.
-        classes: how many there are.
+        blocks: the number of blocks in each stage.
+        classes: the number of classes.
         projected: whether shortcuts that change shape have weights.
     """
 
@@ -74,12 +74,12 @@ class CifarResNet(nn.Module):
 
 
 def _stage(inside: int, outside: int, blocks: int, projected: bool) -> nn.Sequential:
-    """Blocks of one width.
+    """Create a stage: blocks of one width.
 
     Args:
         inside: channels of the input.
         outside: channels of every block's output.
-        blocks: how many.
+        blocks: the number of blocks.
         projected: whether a shortcut that changes shape has weights.
     """
     stage = [Block(inside, outside, projected)]
@@ -89,10 +89,10 @@ def _stage(inside: int, outside: int, blocks: int, projected: bool) -> nn.Sequen
 
 
 def resnet20(classes: int = 10, projected: bool = False) -> CifarResNet:
-    """Three blocks a stage: 0.27 million parameters."""
+    """Create ResNet-20, with three blocks a stage: 0.27 million parameters."""
     return CifarResNet(3, classes, projected)
 
 
 def resnet56(classes: int = 100, projected: bool = True) -> CifarResNet:
-    """Nine blocks a stage: 0.86 million parameters."""
+    """Create ResNet-56, with nine blocks a stage: 0.86 million parameters."""
     return CifarResNet(9, classes, projected)

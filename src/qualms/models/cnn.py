@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 
 def paper_cnn(channels: int, size: int, classes: int = 10, hidden_layers: int = 1) -> nn.Sequential:
-    """The paper's network for square images.
+    """Create the paper's network for square images.
 
     Args:
-        channels: of the images.
-        size: of the images, in pixels.
-        classes: how many there are.
-        hidden_layers: linear layers of 128 features before the last layer.
+        channels: the number of channels of the images.
+        size: the height and width of the images, in pixels.
+        classes: the number of classes.
+        hidden_layers: the number of linear layers of 128 features before the last layer.
 
     Returns:
         A network that maps [n, channels, size, size] to [n, classes].
@@ -38,12 +38,12 @@ def paper_cnn(channels: int, size: int, classes: int = 10, hidden_layers: int = 
 
 
 def mnist_cnn(classes: int = 10) -> nn.Sequential:
-    """For 28x28 gray images."""
+    """Create the paper's network for 28x28 gray images."""
     return paper_cnn(1, 28, classes)
 
 
 def svhn_cnn(classes: int = 10) -> nn.Sequential:
-    """For 32x32 color images, with a second hidden layer."""
+    """Create the paper's network for 32x32 color images, with a second hidden layer."""
     return paper_cnn(3, 32, classes, hidden_layers=2)
 
 
@@ -53,7 +53,7 @@ class MnistCnn5x5(nn.Module):
     The baseline of Hendrycks et al., ICLR 2019.
 
     Args:
-        classes: how many there are.
+        classes: the number of classes.
     """
 
     def __init__(self, classes: int) -> None:
@@ -80,9 +80,9 @@ class SvhnCnn4(nn.Module):
     layers.
 
     Args:
-        width: channels of the first convolution.
-        hidden: features before the last layer.
-        classes: how many there are.
+        width: the number of channels of the first convolution.
+        hidden: the number of features before the last layer.
+        classes: the number of classes.
     """
 
     def __init__(self, width: int, hidden: int, classes: int) -> None:
@@ -102,19 +102,19 @@ class SvhnCnn4(nn.Module):
 
 
 def mnist_cnn_5x5(classes: int = 10) -> MnistCnn5x5:
-    """For 28x28 gray images."""
+    """Create `MnistCnn5x5`, for 28x28 gray images."""
     return MnistCnn5x5(classes)
 
 
 def svhn_cnn_4(classes: int = 10) -> SvhnCnn4:
-    """32 to 256 channels, then 64 features."""
-    return SvhnCnn4(32, 64, classes)
+    """Create `SvhnCnn4` with 32 to 256 channels, then 64 features."""
+    return SvhnCnn4(width=32, hidden=64, classes=classes)
 
 
 def svhn_cnn_4_dropout(classes: int = 10) -> SvhnCnn4:
-    """16 to 128 channels, then 256 features.
+    """Create `SvhnCnn4` with 16 to 128 channels, then 256 features.
 
-    Its weights were trained with dropout, at unknown positions; in evaluation mode it makes
-    no difference.
+    The published weights were trained with dropout, at unknown positions; in evaluation mode that
+    makes no difference.
     """
-    return SvhnCnn4(16, 256, classes)
+    return SvhnCnn4(width=16, hidden=256, classes=classes)

@@ -12,7 +12,7 @@ import re
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Of each stage: expansion, kernel, stride, channels, blocks; for a width and depth of 1.
+# Expansion, kernel, stride, channels and blocks of each stage, for a width and depth of 1.
 STAGES = (
     (1, 3, 1, 16, 1),
     (6, 3, 2, 24, 2),
@@ -33,9 +33,9 @@ def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
     An odd number of zeros has the larger half below and to the right, as in TensorFlow.
 
     Args:
-        x: [n, c, h, w].
-        kernel: side of the convolution's kernel.
-        stride: of the convolution.
+        x: images or feature maps, [n, c, h, w].
+        kernel: the side of the convolution's kernel.
+        stride: the stride of the convolution.
     """
     sides = []
     for length in (x.shape[-1], x.shape[-2]):
@@ -48,16 +48,16 @@ def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
 def _conv(
     inside: int, outside: int, kernel: int = 1, stride: int = 1, groups: int = 1
 ) -> nn.Conv2d:
-    """A convolution without bias.
+    """Create a convolution without bias.
 
-    At stride 1 it has padding "same", at stride 2 none: `pad_same` comes first.
+    At stride 1 it has padding "same"; at stride 2 none, and the caller applies `pad_same` first.
 
     Args:
         inside: channels of the input.
         outside: channels of the output.
         kernel: side of the kernel.
         stride: 1 or 2.
-        groups: as of `nn.Conv2d`.
+        groups: the `groups` of `nn.Conv2d`.
     """
     padding = 0
     if stride == 1:
@@ -76,9 +76,9 @@ class InvertedResidual(nn.Module):
         Args:
             inside: channels of the input.
             outside: channels of the output.
-            expansion: times as many channels in between.
+            expansion: the factor of the number of channels in between.
             kernel: side of the middle convolution's kernel.
-            stride: of the middle convolution.
+            stride: the stride of the middle convolution.
         """
         super().__init__()
         hidden = inside * expansion
@@ -115,11 +115,11 @@ class EfficientNetLite(nn.Module):
         """Make the network with random weights.
 
         Args:
-            width: times as many channels in each stage, as multiples of 8; stem and features keep
-                theirs.
-            depth: times as many blocks in each stage but the first and the last.
-            dropout: before the linear layer, in training.
-            classes: how many there are.
+            width: the factor of the number of channels in each stage, rounded to multiples of 8;
+                stem and features keep their numbers.
+            depth: the factor of the number of blocks in each stage but the first and the last.
+            dropout: the share that is dropped before the linear layer, in training.
+            classes: the number of classes.
         """
         super().__init__()
         self.conv_stem = _conv(3, STEM, 3, stride=2)
@@ -149,13 +149,13 @@ class EfficientNetLite(nn.Module):
 
 
 def round_channels(channels: float) -> int:
-    """The nearest multiple of 8, or the next one if that is less by more than a tenth."""
+    """Round to a multiple of 8: the nearest, or the next one up if the nearest is over 10 % less."""
     nearest = max(8, int(channels + 4) // 8 * 8)
     return nearest if nearest >= 0.9 * channels else nearest + 8
 
 
 def rename_tensor(name: str) -> str:
-    """What this file calls a tensor of the published weights.
+    """Convert the name of a tensor in the published weights to the name in this network.
 
     `_blocks.0._bn1.bias` is `blocks.0.bn1.bias`.
     """
@@ -163,15 +163,15 @@ def rename_tensor(name: str) -> str:
 
 
 def efficientnet_lite0(classes: int = 1000) -> EfficientNetLite:
-    """4.7 million parameters, for 224 pixels."""
-    return EfficientNetLite(1.0, 1.0, 0.2, classes)
+    """Create EfficientNet-Lite0: 4.7 million parameters, for 224 pixels."""
+    return EfficientNetLite(width=1.0, depth=1.0, dropout=0.2, classes=classes)
 
 
 def efficientnet_lite1(classes: int = 1000) -> EfficientNetLite:
-    """5.4 million parameters, for 240 pixels."""
-    return EfficientNetLite(1.0, 1.1, 0.2, classes)
+    """Create EfficientNet-Lite1: 5.4 million parameters, for 240 pixels."""
+    return EfficientNetLite(width=1.0, depth=1.1, dropout=0.2, classes=classes)
 
 
 def efficientnet_lite2(classes: int = 1000) -> EfficientNetLite:
-    """6.1 million parameters, for 260 pixels."""
-    return EfficientNetLite(1.1, 1.2, 0.3, classes)
+    """Create EfficientNet-Lite2: 6.1 million parameters, for 260 pixels."""
+    return EfficientNetLite(width=1.1, depth=1.2, dropout=0.3, classes=classes)

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 DOWN = (16, 32, 64)  # channels at each level, half as wide and high as the one before
-UP = (48, 24)  # and on the way back
+UP = (48, 24)  # channels at each level on the way back up
 
 
 class FCN(nn.Module):
@@ -17,8 +17,8 @@ class FCN(nn.Module):
     Height and width are multiples of 4. With 9 classes and one channel it has some 128,000 weights.
 
     Args:
-        classes: how many there are.
-        channels: of the images.
+        classes: the number of classes.
+        channels: the number of channels of the images.
 
     Example:
         ```python
@@ -42,7 +42,7 @@ class FCN(nn.Module):
         self.head = nn.Conv2d(UP[-1], classes, 1)
 
     def forward(self, x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n k h w"]:
-        """Logits of every class at every pixel."""
+        """Compute the logits of every class at every pixel."""
         seen: list[Tensor] = []
         for i, level in enumerate(self.down):
             x = level(x if i == 0 else self.shrink(x))
@@ -54,10 +54,10 @@ class FCN(nn.Module):
 
 
 def _convolutions(*channels: int) -> nn.Sequential:
-    """3x3 convolutions, each with batch normalization and ReLU.
+    """Create 3x3 convolutions, each with batch normalization and ReLU.
 
     Args:
-        channels: of the input, and of each convolution's output.
+        channels: the number of channels of the input, then of each convolution's output.
     """
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(channels):

@@ -1,4 +1,4 @@
-"""A fingerprint of a network's weights."""
+"""`fingerprint`: a digest that identifies the weights of a model."""
 
 import hashlib
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A short digest of the names, types and values of all parameters and buffers."""
+    """Compute a short digest of the names, types and values of all parameters and buffers."""
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
         flat = value.detach().cpu().contiguous().flatten()

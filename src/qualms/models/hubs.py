@@ -13,18 +13,18 @@ from torch import nn
 from qualms.errors import QualmsError, explain_failure, reason
 from qualms.models.checkpoint import fit_state, read_state
 
-MIN_LAYER_BYTES = 32  # in a file: the name of one tensor, and where it is
-MAX_NUMBERS_PER_BYTE = 8  # in the most compressed of weights
+MIN_LAYER_BYTES = 32  # the least that a layer takes in a file: a tensor's name and position
+MAX_NUMBERS_PER_BYTE = 8  # in a file of the most compressed weights
 KINDS = ("ForImageClassification", "ForSequenceClassification")
 
 
 def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """A timm network.
+    """Create a network of timm, with its published weights or with a checkpoint.
 
     Args:
-        name: as `timm.create_model` takes it.
-        weights: a checkpoint; None downloads the published weights.
-        classes: how many, where that is open.
+        name: the name that `timm.create_model` takes.
+        weights: the path of a checkpoint; None downloads the published weights.
+        classes: the number of classes; None for that of the published network.
     """
     source = f"timm:{name}"
     timm = _import_timm(source)
@@ -68,10 +68,10 @@ def _import_timm(source: str) -> Any:
 
 @contextmanager
 def hide_progress_bars(transformers: Any) -> Iterator[None]:
-    """Load without transformers' progress bars, which would mix with the caller's own output.
+    """Inside, transformers shows no progress bars, which would mix with the caller's output.
 
-    Also without torch's warning of layers of no size; a network that has one does not fit its
-    weights.
+    Nor does torch warn of layers of size zero: a network that has one does not fit its weights, so
+    an error follows.
     """
     logging = transformers.utils.logging
     were_enabled = logging.is_progress_bar_enabled()
@@ -86,12 +86,13 @@ def hide_progress_bars(transformers: Any) -> Iterator[None]:
 
 
 def from_hugging_face(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """A classifier of images or texts of Hugging Face, in float32; no code from the hub is run.
+    """Create a classifier of images or texts of Hugging Face, in float32, running no code from the
+    hub.
 
     Args:
         name: a folder, or a name on the hub.
-        weights: a checkpoint; None reads the network's own weights.
-        classes: how many, where that is open.
+        weights: the path of a checkpoint; None reads the network's own weights.
+        classes: the number of classes; None for that of the network's configuration.
     """
     source = f"hf:{name}"
     transformers = transformers_for(name)
@@ -118,14 +119,14 @@ def load_own_weights(
     advice: str = "pass weights=, a checkpoint that contains them",
     **options: Any,
 ) -> Any:
-    """A model of transformers with all of its weights.
+    """Load a model of transformers, and check that its files have all of its weights.
 
     Args:
         transformers: the package.
         auto: the class whose `from_pretrained` loads the model.
         name: a folder, or a name on the hub.
-        config: of the model.
-        advice: what to do about weights that lack tensors.
+        config: the configuration of the model.
+        advice: what to do about weights that lack tensors, the end of the error.
         options: further arguments of `from_pretrained`.
     """
     with hide_progress_bars(transformers):
@@ -152,7 +153,7 @@ def load_own_weights(
 def _require_plausible_size(name: str, auto: Any, config: Any) -> None:
     """Raise if a folder's configuration claims far more weights than its files hold.
 
-    Room would be made for all of them.
+    Memory would be allocated for all weights that it claims.
     """
     if not Path(name).is_dir():
         return
@@ -173,10 +174,10 @@ def _require_plausible_size(name: str, auto: Any, config: Any) -> None:
 
 
 def transformers_for(name: str) -> Any:
-    """The package transformers.
+    """Import the package transformers to read a network, or raise an error if that cannot work.
 
     Args:
-        name: the folder, or the name on the hub, that it shall read; a folder must be there.
+        name: a folder, which must exist, or a name on the hub.
     """
     try:
         import transformers
@@ -190,7 +191,7 @@ def transformers_for(name: str) -> Any:
 
 
 def _kind(source: str, config: Any) -> str:
-    """What a network's architecture is for, as the names of classes of transformers end."""
+    """Find the task of a network: the end of its architecture's name, one of `KINDS`."""
     architectures = config.architectures or []
     for kind in KINDS:
         if any(name.endswith(kind) for name in architectures):
@@ -220,7 +221,7 @@ def check_classes(source: str, classes: int | None, published: int) -> None:
 def _explain_not_made(
     source: str, weights: str | Path | None
 ) -> Callable[[Exception], QualmsError]:
-    """Explain an exception of a hub."""
+    """Create a function that turns an exception of a hub into an error with advice."""
 
     def explain(error: Exception) -> QualmsError:
         if weights is not None:

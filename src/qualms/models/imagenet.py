@@ -6,19 +6,19 @@ from pathlib import Path
 
 @cache
 def imagenet_classes() -> tuple[str, ...]:
-    """The short name of each class; "crane" and "maillot" are names of two classes each."""
+    """Read the short name of each class; "crane" and "maillot" are names of two classes each."""
     return tuple(name for _, name in _lines())
 
 
 @cache
 def imagenet_ids() -> tuple[str, ...]:
-    """The WordNet id of each class, such as n01440764: what its folder is called in copies of
+    """Read the WordNet id of each class, such as n01440764: the name of its folder in copies of
     ImageNet.
     """
     return tuple(number for number, _ in _lines())
 
 
 def _lines() -> list[list[str]]:
-    """The lines of the list of classes: WordNet id and name."""
+    """Read the list of classes: pairs of WordNet id and name."""
     text = Path(__file__).with_name("imagenet_classes.txt").read_text(encoding="utf-8")
     return [line.split(" ", 1) for line in text.splitlines()]

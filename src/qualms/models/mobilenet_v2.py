@@ -4,7 +4,7 @@ have.
 
 from torch import Tensor, nn
 
-# Of each stage: expansion, channels, blocks, stride.
+# Expansion, channels, blocks and stride of each stage.
 STAGES = (
     (1, 16, 1, 1),
     (6, 24, 2, 2),
@@ -21,14 +21,14 @@ FEATURES = 1280
 def conv_norm_relu6(
     inside: int, outside: int, kernel: int = 1, stride: int = 1, groups: int = 1
 ) -> nn.Sequential:
-    """A convolution without bias, batch normalization, and ReLU6.
+    """Create a convolution without bias, batch normalization, and ReLU6.
 
     Args:
         inside: channels of the input.
         outside: channels of the output.
         kernel: side of the kernel.
-        stride: of the convolution.
-        groups: as of `nn.Conv2d`.
+        stride: the stride of the convolution.
+        groups: the `groups` of `nn.Conv2d`.
     """
     conv = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, groups=groups, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outside), nn.ReLU6())
@@ -45,8 +45,8 @@ class InvertedResidual(nn.Module):
         Args:
             inside: channels of the input.
             outside: channels of the output.
-            expansion: times as many channels in between.
-            stride: of the middle convolution.
+            expansion: the factor of the number of channels in between.
+            stride: the stride of the middle convolution.
         """
         super().__init__()
         hidden = inside * expansion
@@ -89,5 +89,5 @@ class MobileNetV2(nn.Module):
 
 
 def mobilenet_v2(classes: int = 1000) -> MobileNetV2:
-    """3.5 million parameters, for 224 pixels."""
+    """Create MobileNetV2: 3.5 million parameters, for 224 pixels."""
     return MobileNetV2(classes)

@@ -1,4 +1,4 @@
-"""The preprocessing and the class names of a network, from its source."""
+"""Find the preprocessing and the class names of a network from its source."""
 
 import json
 import math
@@ -16,10 +16,10 @@ from qualms.errors import QualmsError, reason, warn_renamed
 from qualms.models.imagenet import imagenet_classes
 from qualms.models.zoo import ZOO
 
-# Pillow's numbers, as image processors have them.
+# Interpolations by Pillow's numbers, which image processors of Hugging Face use.
 RESAMPLES: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
-# Image processors of Hugging Face for which one number is the shorter side, as it is for all that
-# crop afterwards.
+# Starts of the names of Hugging Face's image processors for which a `size` of one number is the
+# shorter side. For the others it is height and width.
 BY_SHORTER_SIDE = (
     "CLIP",
     "ConvNext",
@@ -30,7 +30,7 @@ BY_SHORTER_SIDE = (
     "MobileViT",
     "PoolFormer",
 )
-# What a damaged file of settings makes the code raise that reads it.
+# The exceptions that reading a damaged file of settings can raise.
 DAMAGE = (
     AttributeError,
     KeyError,
@@ -47,9 +47,10 @@ class Preprocessing:
     """How images become a network's inputs, and what its classes are called.
 
     Args:
-        normalization: of pixels from 0 to 1; None if not known.
-        transform: the size of its inputs, and how images get it; None if not known.
-        class_names: empty if not known.
+        normalization: the normalization of pixels from 0 to 1; None if not known.
+        transform: how images are resized and cropped to the network's input size; None if not
+            known.
+        class_names: the names of the classes; empty if not known.
 
     Example:
         ```python
@@ -66,7 +67,7 @@ class Preprocessing:
 
     @property
     def fit(self) -> ImageTransform | None:
-        """The deprecated name of `transform`."""
+        """Deprecated: use `transform`."""
         warn_renamed("Preprocessing.fit", "Preprocessing.transform")
         return self.transform
 
@@ -80,8 +81,8 @@ def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
     of torchvision with 1000 classes have ImageNet's.
 
     Args:
-        source: what was passed to `load_model`.
-        model: what `load_model` returned.
+        source: the source that was passed to `load_model`.
+        model: the network that `load_model` returned.
 
     Example:
         ```python
@@ -109,11 +110,11 @@ def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
 
 
 def normalization_of(source: str | Path, model: nn.Module) -> Normalization | None:
-    """The normalization that a network's weights expect of pixels from 0 to 1.
+    """Find the normalization that a network's weights expect of pixels from 0 to 1.
 
     Args:
-        source: what was passed to `load_model`.
-        model: what `load_model` returned.
+        source: the source that was passed to `load_model`.
+        model: the network that `load_model` returned.
 
     Returns:
         The normalization; None if it is not known.
@@ -144,9 +145,9 @@ def _of_zoo(name: str, model: nn.Module) -> Preprocessing:
 
 
 def _count_outputs(model: nn.Module) -> int:
-    """The number of outputs of the last layer with weights.
+    """Count the outputs of the last linear layer or convolution.
 
-    In networks of the usual build, these are the classes.
+    In most networks, these are the classes.
     """
     last = 0
     for module in model.modules():
@@ -158,11 +159,11 @@ def _count_outputs(model: nn.Module) -> int:
 
 
 def _of_timm(settings: Any, classes: int) -> Preprocessing:
-    """Read the settings of timm.
+    """Read the preprocessing from timm's settings of a network.
 
     Args:
         settings: a network's `pretrained_cfg`.
-        classes: how many the network has.
+        classes: the number of classes of the network.
     """
     mean, std = settings.get("mean"), settings.get("std")
     normalization = Normalization(tuple(mean), tuple(std)) if mean and std else None
@@ -170,7 +171,10 @@ def _of_timm(settings: Any, classes: int) -> Preprocessing:
 
 
 def _timm_transform(settings: Any) -> ImageTransform | None:
-    """The size before the crop is the network's, divided by `crop_pct`."""
+    """Read how images are resized from timm's settings; None if that is not known.
+
+    The size before the crop is the network's input size divided by `crop_pct`.
+    """
     shape = settings.get("input_size")
     mode = settings.get("crop_mode") or "center"
     interpolation = _known_interpolation(settings.get("interpolation") or "bicubic")
@@ -184,7 +188,7 @@ def _timm_transform(settings: Any) -> ImageTransform | None:
 
 
 def _known_interpolation(name: Any) -> Interpolation | None:
-    """An interpolation by its name; None if it is not known."""
+    """Return an interpolation that we support by its name; None if we do not."""
     for known in RESAMPLES.values():
         if known == name:
             return known
@@ -192,8 +196,10 @@ def _known_interpolation(name: Any) -> Interpolation | None:
 
 
 def _timm_names(settings: Any, classes: int) -> tuple[str, ...]:
-    """The class names in a network's settings; otherwise ImageNet's, or those of a larger part of
-    it, if its tag names one.
+    """Find the class names of a network of timm.
+
+    They are those in its settings; else those of ImageNet or one of its larger versions, if the tag
+    of the weights names one; else none.
     """
     names = tuple(map(str, settings.get("label_names") or ()))
     if len(names) == classes:
@@ -215,11 +221,11 @@ def _timm_names(settings: Any, classes: int) -> tuple[str, ...]:
 
 
 def _of_hugging_face(name: str, config: Any) -> Preprocessing:
-    """Read the settings of Hugging Face.
+    """Read the preprocessing from the settings of Hugging Face.
 
     Args:
         name: a folder, or a name on the hub.
-        config: the network's.
+        config: the configuration of the network.
     """
     path = _find_processor_settings(name)
     normalization, transform = None, None
@@ -242,7 +248,9 @@ def _of_hugging_face(name: str, config: Any) -> Preprocessing:
 
 
 def _find_processor_settings(name: str) -> Path | None:
-    """The image processor's settings, from the folder or from where the network came from."""
+    """Find the file of the image processor's settings, in the folder or on the hub; None if there is
+    no such file.
+    """
     file = "preprocessor_config.json"
     if Path(name).is_dir():
         path = Path(name) / file
@@ -257,7 +265,7 @@ def _find_processor_settings(name: str) -> Path | None:
 
 
 def _processor_normalization(settings: dict[str, Any]) -> Normalization | None:
-    """The normalization in the settings of a processor; None if it does not normalize."""
+    """Read the normalization of an image processor; None if it does not normalize."""
     mean, std = settings.get("image_mean"), settings.get("image_std")
     is_used = settings.get("do_normalize", True) and settings.get("do_rescale", True)
     if not (mean and std and is_used):
@@ -267,7 +275,7 @@ def _processor_normalization(settings: dict[str, Any]) -> Normalization | None:
 
 
 def _processor_transform(settings: dict[str, Any]) -> ImageTransform | None:
-    """How an image processor resizes; None if it does not, or in a way that is not known."""
+    """Read how an image processor resizes; None if it does not, or in a way that is not known."""
     size, interpolation = settings.get("size"), RESAMPLES.get(settings.get("resample", 2))
     if size is None or interpolation is None or not settings.get("do_resize", True):
         return None
@@ -293,13 +301,14 @@ def _processor_transform(settings: dict[str, Any]) -> ImageTransform | None:
 def _shorter_side(
     kind: str, shorter: int, crop: Any, share: Any
 ) -> tuple[tuple[int, int], int | None]:
-    """The network's size, and the shorter side before the crop, for processors that resize by it.
+    """Compute the size after the crop and the shorter side before it, for processors whose `size` is
+    the shorter side.
 
     Args:
         kind: the class of the processor, some of which have a rule of their own.
-        shorter: the shorter side in its settings.
+        shorter: the shorter side in the settings.
         crop: the size of the crop; None if there is none.
-        share: `crop_pct` in its settings.
+        share: `crop_pct` in the settings.
     """
     if kind.startswith("ConvNext"):  # crops by a share of its own, and squeezes what is large
         resize = int(shorter / (share or 224 / 256)) if shorter < 384 else None
@@ -312,14 +321,14 @@ def _shorter_side(
 
 
 def _as_pair(size: Any) -> tuple[int, int]:
-    """Height and width of a size in a processor's settings."""
+    """Convert a size in a processor's settings to height and width."""
     if isinstance(size, int):
         return size, size
     return int(size["height"]), int(size["width"])
 
 
 def _config_transform(config: Any) -> ImageTransform | None:
-    """The size alone, where a network's configuration has it."""
+    """Read the input size from a network's configuration; None if there is none."""
     size = getattr(config, "image_size", None)
     if isinstance(size, int):
         return ImageTransform((size, size))
@@ -329,7 +338,7 @@ def _config_transform(config: Any) -> ImageTransform | None:
 
 
 def _config_names(config: Any) -> tuple[str, ...]:
-    """The names of the classes in a network's configuration, unless they are LABEL_0 and so on."""
+    """Read the class names from a network's configuration; empty if they are LABEL_0 and so on."""
     labels = getattr(config, "id2label", None) or {}
     names = []
     for i in range(len(labels)):
@@ -342,8 +351,8 @@ def _config_names(config: Any) -> tuple[str, ...]:
 
 
 def _export_transform(model: nn.Module) -> ImageTransform | None:
-    """The shape of the input that a network was exported with; None if its height or width was
-    left open.
+    """Read the input size that a network was exported with; None if its height or width was left
+    open.
     """
     graph = getattr(model, "graph", None)
     shapes = []
@@ -361,5 +370,5 @@ def _export_transform(model: nn.Module) -> ImageTransform | None:
 
 
 def _known_channels(channels: Any) -> int | None:
-    """A number of channels if it is 1 or 3, otherwise None."""
+    """Return a number of channels if it is 1 or 3, otherwise None."""
     return channels if channels in (1, 3) else None

