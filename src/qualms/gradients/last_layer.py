@@ -35,7 +35,12 @@ from qualms.gradients.directions import (
     sum_of_others,
 )
 from qualms.gradients.measure import Pullback, measure
-from qualms.gradients.precision import at_least_float32, beyond, inner_products, sum_of_squares
+from qualms.gradients.precision import (
+    at_least_float32,
+    inner_products,
+    outside_float32_range,
+    sum_of_squares,
+)
 from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.outer_product import CANCELLED, Outer, gram_is_cheaper
 from qualms.gradients.tracing.param_use import nodes_behind
@@ -369,7 +374,7 @@ class FeatureGradients:
         squares = torch.linalg.vecdot(x @ products.to(x), x)
         without_cancellation = (x.square() @ scale.to(x).unsqueeze(2)).squeeze(2)
         again = squares < CANCELLED * without_cancellation
-        odd = beyond(scale.amax(1))[:, None] | beyond(squares)
+        odd = outside_float32_range(scale.amax(1))[:, None] | outside_float32_range(squares)
         if bool(odd.any()):
             nonzero = self._any_group(factors.flatten(1).any(1))
             squares = torch.where(nonzero, squares, 0.0)

@@ -84,7 +84,7 @@ class Plan(ModelProfile):
         rows = request.num_samples * request.rows_per_sample
         return self.trace_pair is not None or rows == 1 or self.is_too_large(2, request.budget)
 
-    def must_compare_alone(self, recorder: Recorder) -> bool:
+    def needs_single_row_check(self, recorder: Recorder) -> bool:
         """Whether only rows on their own show that they do not influence each other.
 
         Where the model reads values, or computes something from all samples, it may treat several
@@ -281,7 +281,7 @@ class _Planning:
         mixes_samples = collapses_rows(one.shapes, two.shapes)
         traces = TracePair(one.param_uses, two.param_uses).compact()
         del one, two  # and their graphs
-        self._require_own_gradient(plan, pair, traces)
+        self._require_same_gradient(plan, pair, traces)
         return replace(plan, trace_pair=traces, mixes_samples=mixes_samples)
 
     def _trace_one(self, several: bool) -> tuple[Plan, Recorder]:
@@ -347,7 +347,7 @@ class _Planning:
                 return i
         return None
 
-    def _require_own_gradient(
+    def _require_same_gradient(
         self,
         plan: Plan,
         pair: ModelInput,

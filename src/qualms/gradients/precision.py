@@ -161,7 +161,7 @@ def at_least_float32(t: Tensor) -> Tensor:
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
-def beyond(squares: Float[Tensor, "*n"]) -> Bool[Tensor, "*n"]:
+def outside_float32_range(squares: Float[Tensor, "*n"]) -> Bool[Tensor, "*n"]:
     """Where sums of squares in float32 are infinite, or so small that squares may be lost."""
     return ~((squares >= MIN_SQUARES) & (squares < torch.inf))
 
@@ -194,12 +194,12 @@ def sum_of_squares(g: Float[Tensor, "n p"]) -> Float64[Tensor, " n"]:
     found = torch.linalg.vecdot(g, g).double()
     if not g.shape[1]:
         return found
-    # Done for every parameter and class: this takes a quarter of the time of `beyond`.
+    # Done for every parameter and class: this takes a quarter of the time of `outside_float32_range`.
     low, high = found.aminmax()
     if low.item() >= MIN_SQUARES and high.item() < torch.inf:
         return found
     size = torch.linalg.vector_norm(g, torch.inf, dim=1)
-    odd = beyond(found) & (size > 0)
+    odd = outside_float32_range(found) & (size > 0)
     scaled = g[odd] / size[odd, None]
     squares = torch.linalg.vecdot(scaled, scaled).double()
     found[odd] = squares * size[odd].double().square()
@@ -210,7 +210,7 @@ def inner_products(g: Float[Tensor, "b m p"]) -> Float64[Tensor, "b m m"]:
     """⟨g_m, g_n⟩ of each sample's gradients; in float64 where float32 does not hold them."""
     found = (g @ g.mT).double()
     squares = found.diagonal(dim1=1, dim2=2)
-    odd = beyond(squares)
+    odd = outside_float32_range(squares)
     if not bool(odd.any()):
         return found
     odd &= (squares != 0) | g.any(2)  # the square of a gradient of zeros is right

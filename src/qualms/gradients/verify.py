@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from qualms.gradients.batch import NotBatchable, num_samples, restore_order, strided_groups
 from qualms.gradients.directions import Cotangents
 from qualms.gradients.measure import Pullback, measure
-from qualms.gradients.model_input import ModelInput, forward_logits, some_alone
+from qualms.gradients.model_input import ModelInput, forward_logits, rows_to_run_alone
 from qualms.gradients.precision import TOLERANCE, close_logits, root_of_squares, tolerance_of
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Kind
@@ -157,7 +157,7 @@ def require_same_alone(
         precision: the type that rounds most on the way to the logits.
     """
     rows = num_samples(model_input.batch)
-    for row in range(rows) if every else some_alone(rows):
+    for row in range(rows) if every else rows_to_run_alone(rows):
         alone = forward_logits(model, model_input.take([row]))
         if not close_logits(alone, logits[row : row + 1], precision):
             raise NotBatchable(INFLUENCE)

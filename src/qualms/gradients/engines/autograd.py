@@ -23,7 +23,7 @@ from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.request import GradientRequest
-from qualms.gradients.single_sample import NO_PATH, gradients_of, require_repeatable
+from qualms.gradients.single_sample import NO_PATH, check_repeatable, gradients_of
 from qualms.gradients.tracing.param_use import UseOrder
 from qualms.gradients.tracing.traced_forward import use_order
 
@@ -67,10 +67,10 @@ class AutogradEngine:
         for one in slices(request.num_samples, 1):
             sample = request.with_directions_of(one)
             parts.append(plain_autograd(sample, request.rows(one), plan.row_bytes))
-        return all_selected(ClassNorms.concatenate(parts), request, plan.use_order)
+        return add_unused_parameters(ClassNorms.concatenate(parts), request, plan.use_order)
 
 
-def all_selected(
+def add_unused_parameters(
     norms: ClassNorms,
     request: GradientRequest,
     order: UseOrder,
@@ -263,7 +263,7 @@ class SampleGraphs:
                     logits.append(forward_logits(request.model, rows.take([row])))
         self.logits = torch.cat(logits)
         for row, z in enumerate(self.logits):
-            require_repeatable(request.model, rows.take([row]), z[None])
+            check_repeatable(request.model, rows.take([row]), z[None])
         self.directions = request.directions.along(self.logits[None])
 
     def gradients(self, start: int = 0) -> Iterator[tuple[Gradient, Float[Tensor, ""]]]:

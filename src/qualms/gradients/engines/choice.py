@@ -128,7 +128,7 @@ def resolve_layer_engine(
     return replace(settings, engine="sketch")
 
 
-def samples_classes(settings: Settings, classes: int) -> bool:
+def uses_class_sampling(settings: Settings, classes: int) -> bool:
     """Whether scores that are sums over classes are estimated from some of them.
 
     Args:

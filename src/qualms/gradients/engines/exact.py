@@ -23,7 +23,7 @@ from torch import Tensor
 from qualms.gradients.batch import NotBatchable, num_samples, slices
 from qualms.gradients.engines.autograd import (
     AutogradEngine,
-    all_selected,
+    add_unused_parameters,
     plain_autograd,
 )
 from qualms.gradients.engines.base import ClassNorms, run_first
@@ -86,7 +86,7 @@ class ExactEngine:
         if isinstance(found, Fallback):
             self.cache.forget(_key(request))
             return run_first([self, AutogradEngine(self.cache)], request, self.cache)
-        return all_selected(found, request, plan.use_order)
+        return add_unused_parameters(found, request, plan.use_order)
 
     def _run_chunks(
         self,
@@ -161,7 +161,7 @@ class _Chunk:
         elsewhere = check.logits_of(part)
         here = by_sample.detach()[:, : elsewhere.shape[1]]
         require_same_across_batches(here.flatten(0, 1), elsewhere.flatten(0, 1), plan.precision)
-        every = plan.must_compare_alone(recorder)
+        every = plan.needs_single_row_check(recorder)
         require_same_alone(self.request.model, model_input, logits.detach(), every, plan.precision)
         values = self._measure(logits, recorder)
         return ClassNorms(values, by_sample[:, 0].detach(), recorder.without_rule)
@@ -283,6 +283,6 @@ class _RowParts:
     def _verify(self, part: slice, logits: Tensor, recorder: Recorder) -> None:
         precision = self.plan.precision
         require_same_across_batches(logits, self.logits[part], precision)
-        every = self.plan.must_compare_alone(recorder)
+        every = self.plan.needs_single_row_check(recorder)
         rows = self.model_input.take(part)
         require_same_alone(self.request.model, rows, logits, every, precision)

@@ -58,7 +58,7 @@ class LayerCutEngine:
         """The layers that are left out; a `Fallback` if there are none."""
         cut = None
         if not request.gram:
-            cut = late_layers(request, request.smallest_lambda, self.cache)
+            cut = find_layer_cut(request, request.smallest_lambda, self.cache)
         if cut is None or not cut.num_early:
             return Fallback("no layer can be left out", is_slow=False)
         return cut
@@ -72,7 +72,7 @@ class LayerCutEngine:
         return self.run_inner(request)
 
 
-def late_layers(
+def find_layer_cut(
     request: GradientRequest,
     lam: float | None,
     cache: PlanCache,

@@ -10,7 +10,7 @@ from torch import Tensor
 from qualms.errors import QualmsError
 from qualms.gradients.batch import num_samples, slices
 from qualms.gradients.directions import scale_to_unit
-from qualms.gradients.engines.autograd import all_selected
+from qualms.gradients.engines.autograd import add_unused_parameters
 from qualms.gradients.engines.base import ClassNorms
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.model_input import ModelInput, forward_logits
@@ -41,7 +41,7 @@ class ReferenceEngine:
         with all_parameters_differentiable(request.model):
             for sample in slices(request.num_samples, 1):
                 parts.append(_measure_sample(request, request.rows(sample)))
-        norms = all_selected(ClassNorms.concatenate(parts), request, plan)
+        norms = add_unused_parameters(ClassNorms.concatenate(parts), request, plan)
         norms.general = set(norms.values)
         return norms
 

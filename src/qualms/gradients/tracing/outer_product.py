@@ -18,7 +18,12 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from qualms.gradients.precision import at_least_float32, beyond, inner_products, sum_of_squares
+from qualms.gradients.precision import (
+    at_least_float32,
+    inner_products,
+    outside_float32_range,
+    sum_of_squares,
+)
 from qualms.gradients.tracing.sample_axis import Layout
 
 LARGE = 2**22  # numbers in all windows of one sample: beyond that no copy of them is made
@@ -275,7 +280,9 @@ class Outer:
         seen = torch.matmul(gram.unsqueeze(1), d)
         products = (seen.flatten(2) @ d.flatten(2).mT).double()
         squares = products.diagonal(dim1=1, dim2=2)
-        odd = beyond(squares) | beyond(gram.flatten(1).amax(1))[:, None]
+        odd = (
+            outside_float32_range(squares) | outside_float32_range(gram.flatten(1).amax(1))[:, None]
+        )
         if bool(odd.any()):
             odd &= (squares != 0) | self.overlaps(d)
             self._recompute_in_double(products, d, odd.any(1).nonzero().flatten().tolist())
@@ -319,8 +326,8 @@ class Outer:
         # Positions that cancel take twice as many digits with them here as in the gradient itself:
         # write those out.
         without_cancellation = torch.linalg.vecdot(delta_squares, squares)
-        odd = beyond(delta_squares.amax(1)) | beyond(squares.amax(1))
-        odd |= beyond(without_cancellation) | ~each.isfinite()
+        odd = outside_float32_range(delta_squares.amax(1)) | outside_float32_range(squares.amax(1))
+        odd |= outside_float32_range(without_cancellation) | ~each.isfinite()
         if bool(odd.any()):
             each = torch.where(d.flatten(1).any(1), each, 0.0)
             odd &= (each != 0) | self.overlaps(d.unsqueeze(1)).squeeze(1)
