@@ -199,7 +199,7 @@ class PositionScorer:
         flat = logits.flatten(0, -2)
         self.model_context.cache.warn_of_probabilities(flat)
         if targets is not None:
-            targets = flatten_targets(sample.own(targets), shape).to(flat.device)
+            targets = flatten_targets(sample.remove_padding(targets), shape).to(flat.device)
         table = PositionTable.of_logits(flat)
         table.scores.update(logit_scores(self.methods, flat, self.model_context))
         if targets is not None:
@@ -287,7 +287,7 @@ class PositionScorer:
                 raise QualmsError(
                     f"positions= includes {position}, but the model predicts at {length} positions."
                 )
-            own = sample.own_position(position % length)
+            own = sample.position_without_padding(position % length)
             table = PositionTable.of_logits(flat[[own or 0]])
             # Padding, or a hole in the mask.
             if own is None or (live is not None and not bool(live[0, own])):

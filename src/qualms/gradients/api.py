@@ -1,4 +1,4 @@
-"""The two public functions of this folder: class-gradient norms and Gram matrices, by layer."""
+"""The public functions of `qualms.gradients`: class-gradient norms and Gram matrices, by layer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -41,8 +41,8 @@ class ClassGradientNorms:
     norms: Float[Tensor, "b c l"]
     probs: Float[Tensor, "b c"]
     layers: list[str]
-    general: list[str]  # layers that no fast rule covered
-    engine: Engine = "exact"  # that computed them
+    general: list[str]  # layers that have a parameter without a fast gradient rule
+    engine: Engine = "exact"  # the engine that computed the norms
     error: Float[Tensor, "b c l"] | None = None  # standard error of the norms, if they are sketched
 
 
@@ -179,18 +179,18 @@ def _table_of_batches(
     smoothing: Smoothing | None = None,
     gram: bool = False,
 ) -> LayerTable:
-    """The table of all batches, in the precision of the logits.
+    """Compute the table of all batches, in the precision of the logits (at least float32).
 
     Args:
-        model: inside `preserve_state`.
-        inputs: batches, each with the number of its first sample.
+        model: the model, inside `preserve_state`.
+        inputs: the batches, each with the index of its first sample in the whole data.
         settings: how gradients are computed.
-        directions: v of each gradient Jᵀv.
-        smoothing: of the gradients, if there is any.
-        gram: inner products in place of norms.
+        directions: the directions v of the gradients Jᵀv.
+        smoothing: the perturbations that gradients are averaged over; None for none.
+        gram: whether to compute inner products in place of norms.
 
     Raises:
-        QualmsError: if gradients are beyond what their type holds.
+        QualmsError: if norms or inner products overflow.
     """
     cache = PlanCache()
     requests = (

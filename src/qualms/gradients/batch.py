@@ -1,8 +1,8 @@
-"""A batch: what a model is called with.
+"""Batches, the inputs that a model is called with.
 
 A batch is a tensor, a tuple of tensors (positional arguments) or a dict of tensors (keyword
 arguments, as Hugging Face tokenizers return them). The first axis of every tensor counts the
-samples. The first tensor is the input proper: the one that smoothing perturbs.
+samples. The first tensor is the main input: the one that smoothing perturbs.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -15,14 +15,14 @@ Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
 class NotBatchable(Exception):
-    """The samples of a batch cannot be separated inside the model.
+    """Raised if the samples of a batch cannot be separated inside the model.
 
-    Each of them has to run on its own.
+    The samples then have to run one at a time.
     """
 
 
 def batch_tensors(batch: Batch) -> list[Tensor]:
-    """The tensors of a batch, the input proper first."""
+    """List the tensors of a batch; the main input comes first."""
     if isinstance(batch, Tensor):
         return [batch]
     if isinstance(batch, dict):
@@ -31,11 +31,11 @@ def batch_tensors(batch: Batch) -> list[Tensor]:
 
 
 def with_tensors(batch: Batch, new: Iterable[Tensor]) -> Batch:
-    """The same structure as `batch` with other tensors.
+    """Build a batch of the same structure with other tensors.
 
     Args:
-        batch: the structure.
-        new: its tensors, in the order of `batch_tensors`.
+        batch: the batch whose structure is kept.
+        new: the new tensors, in the order of `batch_tensors`.
     """
     tensors = list(new)
     if isinstance(batch, Tensor):
@@ -46,18 +46,18 @@ def with_tensors(batch: Batch, new: Iterable[Tensor]) -> Batch:
 
 
 def take_samples(batch: Batch, index: slice | list[int]) -> Batch:
-    """Some of the samples of a batch."""
+    """Select some of the samples of a batch."""
     return with_tensors(batch, (t[index] for t in batch_tensors(batch)))
 
 
 def parts_of(batch: Batch, size: int) -> Iterator[Batch]:
-    """The samples of a batch, at most `size` at a time."""
+    """Split a batch into consecutive batches of at most `size` samples."""
     for part in slices(num_samples(batch), size):
         yield take_samples(batch, part)
 
 
 def slices(count: int, size: int) -> list[slice]:
-    """Split a number of samples into consecutive slices of `size`; the last may be smaller."""
+    """Split `count` samples into consecutive slices of `size`; the last may be smaller."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
@@ -66,12 +66,15 @@ def strided_groups(
     groups: int,
     period: int | None = None,
 ) -> list[list[int]]:
-    """Deal samples into groups of every n-th one: neighbors are in different groups.
+    """Deal samples into n groups of every n-th sample, so that neighbors are in different groups.
 
     Args:
-        count: how many samples there are.
-        groups: n.
-        period: dealing starts anew after so many samples; None for all of them.
+        count: the number of samples.
+        groups: n, the number of groups.
+        period: dealing starts again at the first group after this many samples; None for never.
+
+    Returns:
+        The indices of the samples in each group.
     """
     period = period or count
     dealt: list[list[int]] = [[] for _ in range(groups)]
@@ -81,11 +84,11 @@ def strided_groups(
 
 
 def restore_order(parts: list[Tensor], groups: list[list[int]]) -> Tensor:
-    """Put the results of groups of samples back into the order of the samples.
+    """Concatenate the results of groups of samples, in the order of the samples.
 
     Args:
-        parts: the result of each group, its first axis that of the samples.
-        groups: the numbers of the samples in each group.
+        parts: the result of each group; the first axis counts its samples.
+        groups: the indices of the samples in each group, from `strided_groups`.
     """
     dealt = torch.tensor([i for group in groups for i in group])
     whole = torch.cat(parts)
@@ -93,7 +96,7 @@ def restore_order(parts: list[Tensor], groups: list[list[int]]) -> Tensor:
 
 
 def shapes_of(batch: Batch) -> tuple[Hashable, ...]:
-    """What samples of one kind have in common: the names, shapes and types of their tensors."""
+    """The names, shapes (without the sample axis) and types of a batch's tensors, as a cache key."""
     names = tuple(batch) if isinstance(batch, dict) else type(batch).__name__
     shapes = [(tuple(t.shape[1:]), t.dtype) for t in batch_tensors(batch)]
     return (names, *shapes)
@@ -108,7 +111,7 @@ def num_samples(batch: Batch) -> int:
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
-    """All tensors in nested tuples, lists and dicts."""
+    """Yield all tensors in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -120,7 +123,7 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
 
 
 def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nested structure with every tensor changed."""
+    """Apply `change` to every tensor in nested tuples, lists and dicts; the structure is kept."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

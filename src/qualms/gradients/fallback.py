@@ -1,9 +1,9 @@
-"""An expected failure is a value: `Fallback`. The one place that catches is `attempt`.
+"""Expected failures are values (`Fallback`); `attempt` is the only place that catches exceptions.
 
 Code of the user's model runs while an engine plans and runs, and may raise anything. `attempt`
-catches that, logs it and returns a `Fallback` with the reason. An error from this package's
-own code is a defect, not a reason to be slow: `attempt` raises it as an `InternalError` that names
-the rule and the parameters it was at work on.
+catches that, logs it and returns a `Fallback` with the reason. An error that comes from this package's
+own code is a defect, not a reason to fall back: `attempt` raises it as an `InternalError` that names
+the rule and the parameters it was working on.
 """
 
 import inspect
@@ -26,17 +26,17 @@ _OWN_CODE = "qualms.gradients"
 _RULES = "qualms.gradients.tracing.rules"
 # Frames of these packages do not show whose call failed.
 _LIBRARIES = ("torch", "jaxtyping")
-# What a correct program does not raise, whatever the model does.
+# Exceptions that correct code does not raise, whatever the model does.
 _MISTAKES = (TypeError, AttributeError, LookupError, NameError, AssertionError)
-# Functions that carry out an operation of the user's model: what fails in them is the user's.
+# Code of functions that run operations of the user's model: a failure in them is the user's.
 _user_code: set[CodeType] = set()
-# Rules, and the algebra of what they return: any error there is a mistake.
+# Modules of gradient rules and of what they return: any error there is a defect of this package.
 _ANY_ERROR_IS_OURS = (
     _RULES,
     "qualms.gradients.tracing.factors",
     "qualms.gradients.tracing.outer_product",
 )
-# The frames of a function mode that carries out a call of torch.
+# The names of the innermost frames when a function mode runs a torch function.
 _OF_FUNCTION_MODE = ["__torch_function__", "call", "run_function"]
 
 
@@ -45,8 +45,8 @@ class Fallback:
     """An engine, or a fast path of one, cannot handle a request.
 
     Attributes:
-        reason: one clause; a `SlowWarning` shows it to the user.
-        is_slow: whether what is done instead is slow, so that the user should know.
+        reason: why not, in one clause that a `SlowWarning` shows to the user.
+        is_slow: whether what is done instead is so slow that the user should be warned.
     """
 
     reason: str
@@ -54,15 +54,15 @@ class Fallback:
 
 
 class InternalError(RuntimeError):
-    """A bug in this package; the error that shows it is the cause."""
+    """Raised for a defect of this package; `__cause__` is the exception that revealed it."""
 
 
 def attempt(step: str, run: Callable[[], T]) -> T | Fallback:
     """Run one step of a plan and return its result, or a `Fallback` with the reason it failed.
 
     Args:
-        step: what is tried, for the log: "trace the first sample".
-        run: the step, without arguments. It raises `NotBatchable` where a failure is expected.
+        step: what is attempted, for the log, such as "trace the first sample".
+        run: the step, a function without arguments. It raises `NotBatchable` for expected failures.
 
     Returns:
         Whatever `run` returns, or a `Fallback`.
@@ -81,16 +81,19 @@ def attempt(step: str, run: Callable[[], T]) -> T | Fallback:
 
 
 def runs_user_code(function: F) -> F:
-    """Mark a function that carries out the user's operations: a failure in it is the user's."""
+    """Mark a function that runs the user's operations: its failures are not defects of qualms."""
     _user_code.add(inspect.unwrap(function).__code__)
     return function
 
 
 class error_note:  # noqa: N801 - a context manager
-    """Add a note to any error that is raised inside the block: what was being worked on.
+    """Add a note to any error raised inside the block, such as "the gradient of layer1.weight".
 
-    A defect that is a `TypeError` is raised as an `InternalError` at once: torch's operators, such
+    A `TypeError` that is a defect is raised as an `InternalError` at once: torch's operators, such
     as `*`, turn a `TypeError` into `NotImplemented`, and it would be lost.
+
+    Args:
+        note: what is being worked on inside the block.
     """
 
     def __init__(self, note: str) -> None:
@@ -112,6 +115,7 @@ class error_note:  # noqa: N801 - a context manager
 
 
 def _raise_if_defect(error: Exception) -> None:
+    """Raise an `InternalError` if an error comes from this package's own code."""
     cause = _first_cause(error)
     if isinstance(cause, InternalError):
         raise cause
@@ -121,10 +125,10 @@ def _raise_if_defect(error: Exception) -> None:
 
 
 def _find_defect(error: Exception) -> str | None:
-    """The message for an error that comes from this package's own code; None if it does not.
+    """The message for an error that comes from this package's own code; None for other errors.
 
-    The innermost frame outside of torch shows whose code failed. In a rule any error is a mistake,
-    elsewhere one that a correct program never raises.
+    The innermost frame outside of torch shows whose code failed. In a rule any error is a defect,
+    elsewhere only an error that correct code never raises.
     """
     if isinstance(error, (QualmsError, NotBatchable, torch.OutOfMemoryError)):
         return None
@@ -144,16 +148,17 @@ def _find_defect(error: Exception) -> str | None:
 
 
 def _first_cause(error: Exception) -> Exception:
-    """What made a `QualmsError`, if it wraps another error."""
+    """Follow `__cause__` from a `QualmsError` to the error that it wraps, if any."""
     while isinstance(error, QualmsError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
 
 
 def _frame_at_fault(error: Exception) -> FrameType | None:
-    """The innermost frame that is not in a library; a rule, if function modes failed for one.
+    """The innermost frame of a traceback that is not in a library.
 
-    While a model runs, function modes carry out every call of torch, those that rules make too.
+    If function modes failed while they ran a torch function for a rule, it is the rule's frame: while
+    a model runs, function modes run every torch function, also those that rules call.
     """
     frames: list[FrameType] = []
     traceback = error.__traceback__
@@ -172,4 +177,5 @@ def _frame_at_fault(error: Exception) -> FrameType | None:
 
 
 def _module_of(frame: FrameType) -> str:
+    """The name of the module that a frame's code belongs to."""
     return str(frame.f_globals.get("__name__", ""))

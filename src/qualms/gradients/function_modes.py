@@ -1,4 +1,4 @@
-"""Function modes for forward passes: noise on embeddings, and mends of torch's normalizations."""
+"""Function modes for forward passes: noise on embeddings, workarounds for torch's normalizations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from qualms.gradients.fallback import runs_user_code
 
 
 class CallMode(TorchFunctionMode):
-    """A function mode that sees every call of a function of torch; subclasses implement `call`."""
+    """A function mode that intercepts every torch function; subclasses implement `call`."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out a call of `func`, in the same way or in another, and return its result."""
+        """Run `func`, possibly with other arguments, and return its result, possibly changed."""
         raise NotImplementedError
 
     def __torch_function__(
@@ -25,13 +25,13 @@ class CallMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """What torch calls in place of `func`.
+        """Pass a call of a torch function on to `call`; torch calls this in place of `func`.
 
         Args:
-            func: a function of torch.
-            types: the types of its arguments, unused.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
+            func: the torch function.
+            types: the types of the arguments, unused.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
         """
         return self.call(func, args, kwargs or {})
 
@@ -42,12 +42,12 @@ def run_function(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Call a function of torch as the model does; what fails in it is the model's failure."""
+    """Call a torch function on behalf of the model; an error in it counts as the model's error."""
     return func(*args, **kwargs)
 
 
 def name_of(func: Any) -> str:
-    """The name of a function of torch, without the overload of an ATen operation."""
+    """The name of a torch function, without the overload suffix of an ATen operation."""
     return str(getattr(func, "__name__", "")).partition(".")[0]
 
 
@@ -56,15 +56,14 @@ def bind_arguments(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Positional and keyword arguments by name, as far as `names` goes."""
+    """Combine positional and keyword arguments into a dict by name, as far as `names` goes."""
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 class NoisyEmbedding(CallMode):
-    """Adds noise to the output of the first embedding that reads the model's own input.
+    """Adds noise to the output of the first embedding that reads the model's input.
 
-    Set `ids` to the tensor that the model is called with before the pass; `done` is true
-    once an embedding has read it.
+    Set `ids` to the input tensor before the pass; `done` is true once an embedding has read it.
 
     Args:
         noise: maps the shape of the embedded samples, without the axis that counts them, to noise
@@ -90,14 +89,15 @@ class NoisyEmbedding(CallMode):
         return out
 
     def _add_noise(self, embedded: Tensor, axis: int) -> Tensor:
+        """Add noise to the output of an embedding, whose samples are counted by `axis`."""
         shape = list(embedded.shape)
         del shape[axis]
         return embedded + self.noise(tuple(shape)).to(embedded).movedim(0, axis)
 
     def _sample_axis(self, index: Any) -> int | None:
-        """The axis of `index` that counts the samples.
+        """The axis of `index` that counts the samples; None unless `index` is the model's input.
 
-        It is None unless `index` is the model's input itself, whole or a view of it.
+        A view of the input counts as the input.
         """
         if not isinstance(index, Tensor) or index.is_floating_point() or self.ids is None:
             return None
@@ -121,12 +121,12 @@ def _unwrap_functorch(t: Tensor) -> Tensor:
 class ContiguousBatchNormGrad(CallMode):
     """Gives the backward pass of batch and instance normalization a contiguous gradient.
 
-    torch's derivatives on the CPU are wrong for a single image whose incoming gradient has the
-    strides of a [position, channel] matrix, (C, 1, …): they are read as contiguous.
+    torch's derivatives on the CPU are wrong for a single image if the incoming gradient has the
+    strides of a [position, channel] matrix, (C, 1, …): torch reads it as if it were contiguous.
     """
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func`, and hook the gradient of what a normalization returns."""
+        """Call `func`; if it is a normalization, make the gradient of its result contiguous."""
         out = run_function(func, args, kwargs)
         normalizes = name_of(func) in ("batch_norm", "instance_norm")
         if normalizes and isinstance(out, Tensor) and out.requires_grad:
@@ -141,8 +141,8 @@ def _contiguous(gradient: Tensor) -> Tensor:
 class ContiguousGroupNorm(CallMode):
     """Gives group normalization a contiguous input.
 
-    In channels-last format torch's derivative on the CPU ends the process if that of the input is
-    not asked for, and the forward-mode derivative takes a view that does not exist.
+    For a channels-last input, torch's CPU backward crashes the process if the gradient of the input
+    is not wanted, and the forward-mode derivative fails on a view that is not possible.
     """
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Whatever a user passes as `x` or `train`, read as batches of tensors."""
+"""Reads what a user passes as `x` or `train` as batches of tensors."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ DATASET_BATCH = 64  # samples of a dataset that are read at a time
 
 
 def numbered_batches(x: Any, model: nn.Module) -> Iterator[tuple[int, Batch]]:
-    """The batches of `x`, each with the number of its first sample."""
+    """Yield the batches of `x`, each with the index of its first sample in the whole data."""
     first = 0
     for batch in batches(x, model):
         yield first, batch
@@ -27,12 +27,12 @@ def numbered_batches(x: Any, model: nn.Module) -> Iterator[tuple[int, Batch]]:
 
 
 def batches(x: Any, model: nn.Module, argument: str = "x") -> Iterator[Batch]:
-    """The batches of whatever a user passes, without labels.
+    """Yield the batches of whatever a user passes, without labels.
 
     Args:
         x: one batch, an iterable of batches, or a dataset.
-        model: NumPy's floats, 64 bits unless someone chose otherwise, get the type of its weights.
-        argument: what `x` is called in errors.
+        model: the model; NumPy floats (usually float64) are converted to the type of its weights.
+        argument: the name of the user's argument, for errors.
     """
     for batch, _ in labeled_batches(x, model, argument):
         yield batch
@@ -43,12 +43,14 @@ def labeled_batches(
     model: nn.Module,
     argument: str = "x",
 ) -> Iterator[tuple[Batch, Tensor | None]]:
-    """The same batches, each with its labels [b] if it has one whole number for each sample.
+    """Yield the batches of whatever a user passes, each with its labels [b].
+
+    Labels are None unless there is one whole number for each sample.
 
     Args:
         x: one batch, an iterable of batches, or a dataset.
-        model: NumPy's floats, 64 bits unless someone chose otherwise, get the type of its weights.
-        argument: what `x` is called in errors.
+        model: the model; NumPy floats (usually float64) are converted to the type of its weights.
+        argument: the name of the user's argument, for errors.
 
     Raises:
         QualmsError: if `x` is none of these, is empty, or has values that are NaN or infinite.
@@ -82,6 +84,7 @@ def labeled_batches(
 
 
 def _float_dtype(model: nn.Module) -> torch.dtype:
+    """The type of the model's first float parameter; float32 if it has none."""
     for p in model.parameters():
         if p.is_floating_point():
             return p.dtype
@@ -89,7 +92,7 @@ def _float_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _require_arguments(model: nn.Module, number: int) -> None:
-    """Raise an error unless the model takes so many positional arguments."""
+    """Raise an error unless the model takes `number` positional arguments."""
     try:
         signature(model.forward).bind(*range(number))
     except TypeError as error:
@@ -100,7 +103,7 @@ def _require_arguments(model: nn.Module, number: int) -> None:
 
 
 def _iterate(x: Iterable[Any], argument: str) -> Iterator[Any]:
-    """The items of `x`; where a DataLoader cannot collate them, the error says what to do."""
+    """Yield the items of `x`; raise a `QualmsError` with advice if a DataLoader cannot collate them."""
     iterator = iter(x)
     while True:
         try:
@@ -119,28 +122,28 @@ def _iterate(x: Iterable[Any], argument: str) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class _BatchReader:
-    """Reads batches of one argument.
+    """Reads the batches of one argument of the user's call.
 
     Attributes:
-        argument: its name, for errors.
-        float_dtype: the type that NumPy's floats get.
+        argument: the name of the argument, for errors.
+        float_dtype: the type that NumPy floats are converted to.
     """
 
     argument: str
     float_dtype: torch.dtype
 
     def read(self, batch: Any) -> tuple[Batch, Tensor | None]:
-        """The inputs of what a loader yields, and its labels if it has any."""
+        """Split what a loader yields into validated inputs and labels (None if there are none)."""
         tensors = self.to_tensors(self._inputs(batch))
         inputs = validate_batch(tensors, self.argument)
         return inputs, self._labels(batch, num_samples(inputs))
 
     def collate(self, items: list[Any]) -> Any:
-        """One batch of some items of a dataset."""
+        """Collate items of a dataset into one batch."""
         return default_collate([self.to_tensors(item) for item in items])
 
     def to_tensors(self, batch: Any) -> Any:
-        """The same structure with tensors in place of NumPy arrays."""
+        """Convert the NumPy arrays in a nested structure to tensors."""
         if isinstance(batch, np.ndarray):
             return self._to_tensor(batch)
         if isinstance(batch, dict):
@@ -162,7 +165,7 @@ class _BatchReader:
         return t.to(self.float_dtype) if is_float else t
 
     def _inputs(self, batch: Any) -> Any:
-        """What a loader yields, without labels: `inputs`, `(inputs, labels)`, or a dict."""
+        """Drop the labels from what a loader yields: `inputs`, `(inputs, labels)`, or a dict."""
         if hasattr(batch, "keys"):
             return {k: v for k, v in dict(batch).items() if k not in LABEL_KEYS}
         if not isinstance(batch, (tuple, list)):
@@ -177,7 +180,7 @@ class _BatchReader:
         return tuple(inputs) if isinstance(inputs, list) else inputs
 
     def _labels(self, batch: Any, samples: int) -> Tensor | None:
-        """What `_inputs` leaves out, if it is one whole number for each sample."""
+        """Find the labels [samples] in what a loader yields; None unless they are whole numbers."""
         labels = _label_tensor(_raw_labels(batch))
         if labels is None:
             return None
@@ -192,6 +195,7 @@ class _BatchReader:
 
 
 def _raw_labels(batch: Any) -> Any:
+    """The labels that a loader yields, as they are; None if there are none."""
     if hasattr(batch, "keys"):
         return next((batch[key] for key in LABEL_KEYS if key in batch), None)
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -200,7 +204,7 @@ def _raw_labels(batch: Any) -> Any:
 
 
 def _label_tensor(labels: Any) -> Tensor | None:
-    """Labels as a tensor of whole numbers; None if they are something else."""
+    """Convert labels to a tensor of whole numbers; None if they are anything else."""
     if isinstance(labels, (list, tuple)) and all(isinstance(label, Integral) for label in labels):
         return torch.tensor([int(label) for label in labels])
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu":
@@ -211,18 +215,18 @@ def _label_tensor(labels: Any) -> Tensor | None:
 
 
 def validate_batch(batch: Any, argument: str = "x") -> Batch:
-    """The batch as plain tensors of our own, or an error that says what is wrong with it.
+    """Check that a batch consists of usable tensors, and detach them from the user's graph.
 
     Args:
         batch: a tensor, or a tuple or dict of tensors.
-        argument: what it is called in errors.
+        argument: the name of the user's argument, for errors.
 
     Returns:
         The same structure with detached tensors that are usable outside inference mode.
 
     Raises:
-        QualmsError: if there is something else than dense tensors with a common first axis, or a
-            value that is NaN or infinite.
+        QualmsError: if anything but dense tensors is in the batch, the first axes differ in length,
+            or a value is NaN or infinite.
     """
     parts = batch_tensors(batch) if isinstance(batch, (Tensor, tuple, dict)) else []
     if not parts or not all(isinstance(t, Tensor) for t in parts):
@@ -248,6 +252,7 @@ def validate_batch(batch: Any, argument: str = "x") -> Batch:
 
 
 def _require_finite(t: Tensor, argument: str) -> None:
+    """Raise an error that names the first input with a value that is NaN or infinite."""
     if not t.is_floating_point() or t.is_meta:
         return
     finite = torch.isfinite(t)
@@ -260,5 +265,5 @@ def _require_finite(t: Tensor, argument: str) -> None:
 
 
 def _plain_tensor(t: Tensor) -> Tensor:
-    """The tensor without a graph of the user's, and usable outside inference mode."""
+    """Detach a tensor from the user's graph; copied if it was made in inference mode."""
     return t.detach().clone() if t.is_inference() else t.detach()

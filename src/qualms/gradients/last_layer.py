@@ -1,17 +1,17 @@
 """The linear layer that ends a forward pass: gradients of C classes from D + 2 backward passes.
 
-This pays where the last layer sees fewer features D than there are classes C. `LastProduct` finds
-the layer in a traced pass; `measure_via_last_layer` measures by it.
+This is faster where the last layer has fewer input features D than classes C. `LastProduct` finds the
+layer in a traced pass; `measure_via_last_layer` computes the norms.
 
 With logits z = W h + b, D features h and C classes, every layer before the last one gets its C
-gradients from D + 1 others. Let k* be the gradient of log p of the predicted class c*, and k_d that
+gradients from D + 1 backward passes. Let k* be the gradient of log p of the predicted class c*, and k_d that
 of the feature h_d (the mean over a sample's rows, as always). Then for every class
 
     ∇ log p_c = k* + Σ_d (W_c - W_c*)_d k_d,    ‖∇ log p_c‖² = xᵀ K x,    x = (1, W_c - W_c*),
 
-with K the inner products of (k*, k_1, …, k_D). Starting from c* leaves nothing to cancel for
-confident samples: k*, which is tiny then, is a backward pass of its own, and no other class has a
-tiny direction. Where terms cancel all the same, the gradient is added up before its norm is taken.
+with K the matrix of inner products of (k*, k_1, …, k_D). Starting from c* avoids cancellation for
+confident samples: k*, which is tiny then, has a separate backward pass, and no other class has a tiny
+gradient. Where terms cancel nevertheless, the gradient itself is summed before its norm is taken.
 
 The last layer itself needs no pass: the rows of ∂W log p_c are means over a sample's rows r of
 -p_rk h_r for k ≠ c and of (1 - p_rc) h_r for k = c, so ‖∂W log p_c‖² = ‖mean (1 - p_rc) h_r‖² +
@@ -35,14 +35,19 @@ from qualms.gradients.directions import (
     sum_of_others,
 )
 from qualms.gradients.measure import Pullback, measure
-from qualms.gradients.precision import at_least_float32, beyond, inner_products, sum_of_squares
+from qualms.gradients.precision import (
+    at_least_float32,
+    inner_products,
+    outside_float32_range,
+    sum_of_squares,
+)
 from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.outer_product import CANCELLED, Outer, gram_is_cheaper
 from qualms.gradients.tracing.param_use import nodes_behind
 
-# What the graph calls `linear`, `addmm` and `matmul`.
+# The names of the nodes of `linear`, `addmm` and `matmul` in autograd's graph.
 PRODUCTS = ("AddmmBackward0", "MmBackward0")
-# Views that leave [rows, classes] in order.
+# Nodes of views (and copies) that keep the order of the entries of [rows, classes].
 VIEWS = (
     "ViewBackward0",
     "UnsafeViewBackward0",
@@ -51,23 +56,24 @@ VIEWS = (
     "SqueezeBackward1",
     "SqueezeBackward2",
 )
-BLOCK_NUMBERS = 2**20  # in what is added up at once
+BLOCK_NUMBERS = 2**20  # numbers in one block of a sum
 
 
 @dataclass(frozen=True)
 class LastProduct:
-    """The product z = W h + b that ends a forward pass.
+    """The linear layer z = W h + b that ends a forward pass.
 
     Attributes:
         weight: W.
-        features: where h enters the graph; None if nothing comes before, or the graph is gone.
-        own: the factors of W and b.
-        body: the factors of all other parameters.
+        features: the edge of the graph at which h enters the layer; None if no parameter comes
+            before the layer, or the graph was freed.
+        layer_factors: the gradient factors of W and b.
+        body: the gradient factors of all other parameters.
     """
 
     weight: Float[Tensor, "c d"]
     features: GradientEdge | None
-    own: list[GradFactor]
+    layer_factors: list[GradFactor]
     body: list[GradFactor]
 
     @classmethod
@@ -75,8 +81,8 @@ class LastProduct:
         """Find the last layer in the graph of a traced forward pass.
 
         Returns:
-            The layer; None if the graph does not end in one, or its parameters are used elsewhere
-            or computed from others.
+            The layer; None if the graph does not end in a linear layer, or if W or b is used
+            elsewhere too or is computed from other parameters.
         """
         logits = pullback.logits
         node, ends = _skip_views(logits.grad_fn)
@@ -85,38 +91,38 @@ class LastProduct:
         if getattr(node, "_saved_alpha", 1) != 1:
             return None
         *bias, (source, number), weight = node.next_functions
-        own: list[GradFactor] = []
+        layer_factors: list[GradFactor] = []
         body: list[GradFactor] = []
         for factor in pullback.factors:
-            is_own = any(edge.node in ends for edge in factor.edges)
-            (own if is_own else body).append(factor)
+            is_layer_factor = any(edge.node in ends for edge in factor.edges)
+            (layer_factors if is_layer_factor else body).append(factor)
         # Only the features may lead on to other layers.
-        aside = nodes_behind([n for n, _ in (*bias, weight)])
-        if any(edge.node in aside for factor in body for edge in factor.edges):
+        behind_weights = nodes_behind([n for n, _ in (*bias, weight)])
+        if any(edge.node in behind_weights for factor in body for edge in factor.edges):
             return None
-        if not {id(f) for f in own} <= {id(f) for f in pullback.single.values()}:
+        if not {id(f) for f in layer_factors} <= {id(f) for f in pullback.single.values()}:
             return None
-        matrix = _weight_matrix(node, logits.shape[1], own, is_first=not body)
+        matrix = _weight_matrix(node, logits.shape[1], layer_factors, is_first=not body)
         if matrix is None or len(matrix) != logits.shape[1]:
             return None
-        if any(f.gradient.numel not in (matrix.numel(), len(matrix)) for f in own):
+        if any(f.gradient.numel not in (matrix.numel(), len(matrix)) for f in layer_factors):
             return None  # a bias that is broadcast over the classes
         features = GradientEdge(source, number) if source is not None else None
-        return cls(matrix, features, own, body)
+        return cls(matrix, features, layer_factors, body)
 
     def without_graph(self) -> "LastProduct":
-        """What can be kept when the graph is freed."""
-        own = [factor.without_graph() for factor in self.own]
+        """A copy without references to the graph, which can then be freed."""
+        layer_factors = [factor.without_graph() for factor in self.layer_factors]
         body = [factor.without_graph() for factor in self.body]
-        return LastProduct(self.weight, None, own, body)
+        return LastProduct(self.weight, None, layer_factors, body)
 
     def pays(self, rows_per_sample: int) -> bool:
-        """Whether D + 2 passes and their algebra take fewer multiplications than C passes.
+        """Whether D + 2 passes, with K and xᵀ K x, take fewer multiplications than C passes.
 
-        A pass takes at least twice the multiplications of the gradients it ends in (for the
-        cotangents, and for the gradients), and C D through the last layer, which those that start
-        from its features need not; K takes m² for each number kept of a gradient, m = D + 1, and xᵀ
-        K x takes m² for each class.
+        A pass from the logits takes at least twice the multiplications of the gradients (once for
+        the cotangents, once for the gradients) and C·D for the last layer; a pass from the features
+        saves the latter. With m = D + 1, K takes m² for each number kept of a gradient, and xᵀ K x
+        takes m² for each class.
         """
         classes, width = self.weight.shape
         m = width + 1
@@ -127,19 +133,18 @@ class LastProduct:
         return (m + 1) * before + m * m * kept < classes * (before + classes * width)
 
     def numbers_held(self, rows_per_sample: int) -> int:
-        """How many numbers are kept for one sample, if this was traced on one row."""
+        """How many numbers are kept in memory for one sample, where the factors come from one row."""
         classes, width = self.weight.shape
-        own = 16 * rows_per_sample * classes  # in double precision
+        last_layer = 16 * rows_per_sample * classes  # in double precision
         if not self.body:
-            return own
+            return last_layer
         kept = [_count_kept(factor, rows_per_sample, width + 1) for factor in self.body]
-        # Of the largest there are copies while K is computed; x, x K and x² are there for every
-        # class.
-        return own + (width + 1) * (sum(kept) + 2 * max(kept) + 3 * classes)
+        # The largest has copies while K is computed; x, x K and x² exist for every class.
+        return last_layer + (width + 1) * (sum(kept) + 2 * max(kept) + 3 * classes)
 
 
 def _skip_views(node: Any) -> tuple[Any, set[Any]]:
-    """The first node that is not a view, and all nodes up to it."""
+    """Find the first node of the graph that is not a view; returns it and all nodes up to it."""
     ends = {node}
     while node is not None and node.name() in VIEWS:
         node = node.next_functions[0][0]
@@ -150,34 +155,34 @@ def _skip_views(node: Any) -> tuple[Any, set[Any]]:
 def _weight_matrix(
     node: Any,
     classes: int,
-    own: list[GradFactor],
+    layer_factors: list[GradFactor],
     is_first: bool,
 ) -> Float[Tensor, "c d"] | None:
-    """W; None if it has another shape.
+    """Find W; None if the weights cannot be reshaped to [classes, d].
 
     Args:
-        node: of the product.
-        classes: C.
-        own: the factors of the product's parameters.
-        is_first: whether no layer comes before. Autograd then does not save W, since no gradient
-            needs it: its shape is all that counts.
+        node: the node of the product in the graph.
+        classes: the number of classes.
+        layer_factors: the gradient factors of W and b.
+        is_first: whether no layer comes before. Autograd does not save W then, and only the shape
+            of the result matters.
     """
     if not is_first:
         saved: Tensor = node._saved_mat2
         return saved.detach().T
-    widest = max((factor.target for factor in own), key=Tensor.numel)
+    widest = max((factor.target for factor in layer_factors), key=Tensor.numel)
     if widest.numel() % classes:
         return None
     return widest.detach().reshape(classes, -1)
 
 
 def _count_kept(factor: GradFactor, rows_per_sample: int, cotangents: int) -> int:
-    """How many numbers are kept of one sample's gradient: δ, or all of it.
+    """How many numbers are kept of one sample's gradient: its factor δ, or the whole gradient.
 
     Args:
-        factor: traced on one row.
-        rows_per_sample: how many rows a sample has.
-        cotangents: how many gradients share what is computed once.
+        factor: a gradient factor, traced on one row.
+        rows_per_sample: the number of rows of a sample.
+        cotangents: the number of gradients that share the work on activations.
     """
     if isinstance(factor.gradient, Outer):
         t, o, f, g = factor.gradient.sizes
@@ -191,12 +196,12 @@ def count_multiplications(
     rows_per_sample: int,
     cotangents: int,
 ) -> int:
-    """Multiplications that lead from one cotangent to one gradient.
+    """How many multiplications the norm of one sample's gradient takes, given its cotangent.
 
     Args:
-        factor: traced on one row.
-        rows_per_sample: how many rows a sample has.
-        cotangents: how many gradients share what is computed once.
+        factor: a gradient factor, traced on one row.
+        rows_per_sample: the number of rows of a sample.
+        cotangents: the number of gradients that share the work on activations.
     """
     if not isinstance(factor.gradient, Outer):
         return max(factor.gradient.numel, rows_per_sample * factor.gradient.multiplications)
@@ -214,12 +219,16 @@ def measure_via_last_layer(
     directions: Sequence[str],
     last: LastProduct,
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """‖g‖ for each parameter: what `measure` gives, without the C passes of `classes`.
+    """Compute ‖g‖ of each parameter as `measure` does, with D + 2 passes instead of C.
 
     Args:
-        pullback: of a traced forward pass.
-        directions: names of the sets, `classes` among them.
+        pullback: the pullback of a traced forward pass.
+        directions: the names of the sets of directions (keys of `DIRECTIONS`), `classes` among
+            them.
         last: the last layer of the pass.
+
+    Returns:
+        For each parameter's name ‖g‖ [b, m], directions in the order of `directions`.
     """
     z = pullback.logits.detach().unflatten(0, (pullback.samples, -1))
     predicted = z[:, 0].argmax(-1)
@@ -227,39 +236,40 @@ def measure_via_last_layer(
     sets = [of_class(z, predicted)]
     sets += [DIRECTIONS[name](z) for name in further]
     direct = torch.cat(sets).flatten(1, 2) / z.shape[1]
-    known = measure(pullback, Cotangents.of(direct, pullback.samples), "l2")
+    # Measured by a pass each: the predicted class, whose norm may be tiny, and directions of other sets.
+    measured = measure(pullback, Cotangents.of(direct, pullback.samples), "l2")
     squares: dict[str, Tensor] = {}
     if last.body:
-        of_body = replace(pullback, factors=last.body)
-        squares = _body_squares(of_body, direct[:1], predicted, last)
-    for factor in last.own:
-        squares[pullback.weights.names[id(factor.target)]] = _own_squares(z, factor)
+        body_pullback = replace(pullback, factors=last.body)
+        squares = _body_squares(body_pullback, direct[:1], predicted, last)
+    for factor in last.layer_factors:
+        squares[pullback.weights.names[id(factor.target)]] = _layer_squares(z, factor)
     values: dict[str, Tensor] = {}
-    for name, column in known.items():
-        of_classes = squares.pop(name).sqrt_()
-        of_classes.scatter_(1, predicted[:, None], column[:, :1])
+    for name, column in measured.items():
+        class_norms = squares.pop(name).sqrt_()
+        class_norms.scatter_(1, predicted[:, None], column[:, :1])
         parts: list[Tensor] = []
         for direction in directions:
             if direction == "classes":
-                parts.append(of_classes)
+                parts.append(class_norms)
             else:
                 parts.append(column[:, [1 + further.index(direction)]])
         values[name] = torch.cat(parts, dim=1)
     return values
 
 
-def _own_squares(
+def _layer_squares(
     z: Float[Tensor, "b r c"],
     factor: GradFactor,
 ) -> Float[Tensor, "b c"]:
-    """‖∂W log p_c‖² or ‖∂b log p_c‖²: sums of squares, in which nothing cancels.
+    """‖∂W log p_c‖² or ‖∂b log p_c‖² for every class, from sums of squares, in which nothing cancels.
 
     Args:
         z: the logits of all rows.
-        factor: of W or b.
+        factor: the gradient factor of W or b.
     """
     p = z.double().softmax(-1)
-    h = p.new_ones(*p.shape[:2], 1)
+    h = p.new_ones(*p.shape[:2], 1)  # for b
     if isinstance(factor.gradient, Outer):
         h = factor.gradient.activation_matrix.double()
     size = max(1, BLOCK_NUMBERS // (len(h) * h.shape[2]))
@@ -280,23 +290,29 @@ def _body_squares(
     predicted: Int[Tensor, " b"],
     last: LastProduct,
 ) -> dict[str, Float[Tensor, "b c"]]:
-    """xᵀ K x for every class and every parameter before the last layer.
+    """‖∇ log p_c‖² = xᵀ K x for every class and every parameter before the last layer.
 
     Args:
-        pullback: to the factors of these parameters.
-        toward_predicted: e_c* - p, divided by the number of a sample's rows.
-        predicted: c*.
+        pullback: the pullback to the gradient factors of these parameters.
+        toward_predicted: e_c* - p, divided by the number of rows of a sample.
+        predicted: c*, the predicted class of each sample.
         last: the last layer of the pass.
+
+    Returns:
+        Squared norms [b, c] by the parameter's name.
     """
     classes, width = last.weight.shape
     logits, samples = pullback.logits, pullback.samples
     rows = len(logits)
-    found: dict[str, FeatureGradients] = {}
+    kept: dict[str, FeatureGradients] = {}
     for name, factor in pullback.single.items():
-        found[name] = FeatureGradients(factor, width + 1, samples)
-    (of_predicted,), (size,) = scale_to_unit(toward_predicted, samples)
-    assert last.features is not None  # it leads to the body
-    pulls: list[tuple[Tensor | GradientEdge, Tensor]] = [(logits, of_predicted.to(logits.dtype))]
+        kept[name] = FeatureGradients(factor, width + 1, samples)
+    (predicted_cotangent,), (size,) = scale_to_unit(toward_predicted, samples)
+    assert last.features is not None  # the body's parameters come before the features
+    # Where each backward pass starts, and its cotangent: k* from the logits, k_d from h_d.
+    pulls: list[tuple[Tensor | GradientEdge, Tensor]] = [
+        (logits, predicted_cotangent.to(logits.dtype))
+    ]
     for unit in torch.eye(width, dtype=logits.dtype, device=logits.device) * (samples / rows):
         pulls.append((last.features, unit.expand(rows, -1)))
     for start, cotangent in pulls:
@@ -304,17 +320,19 @@ def _body_squares(
         for name, factor in pullback.single.items():
             deltas = pullback.cotangents_of(factor, at)
             if deltas is not None:
-                found[name].add(deltas)
+                kept[name].add(deltas)
         for name, gradient in pullback.sum_shared(at).items():
-            if name not in found:
-                found[name] = FeatureGradients(None, width + 1, samples)
-            found[name].kept.append(gradient.flatten(1)[:, None])
+            if name not in kept:
+                kept[name] = FeatureGradients(None, width + 1, samples)
+            kept[name].kept.append(gradient.flatten(1)[:, None])
     w = at_least_float32(last.weight)
-    apart = w - w[predicted][:, None]
-    x = torch.cat([size.to(apart)[:, None, None].expand(-1, classes, 1), apart], dim=2)
+    differences = w - w[predicted][:, None]  # W_c - W_c*
+    # x = (1, W_c - W_c*), its 1 times the size by which k* was divided.
+    ones = size.to(differences)[:, None, None].expand(-1, classes, 1)
+    x = torch.cat([ones, differences], dim=2)
     values: dict[str, Tensor] = {}
-    while found:  # each is freed when its norms are known
-        name, gradients = found.popitem()
+    while kept:  # a parameter's gradients are freed when their norms are known
+        name, gradients = kept.popitem()
         if gradients.kept:
             values[name] = gradients.squares(x, predicted)
     return values
@@ -322,13 +340,13 @@ def _body_squares(
 
 @dataclass
 class FeatureGradients:
-    """A parameter's gradients k*, k_1, …, k_D: of each its factor δ, or all of it.
+    """A parameter's gradients k*, k_1, …, k_D: of each the factor δ, or the whole gradient.
 
     Attributes:
-        factor: the only one of the parameter; None if its gradient is made of several.
-        cotangents: D + 1.
-        samples: how many there are.
-        kept: δ [b·g, t, o] or the gradient [b, 1, p], one after the other.
+        factor: the parameter's gradient factor; None if its gradient is a sum of several factors.
+        cotangents: the number of gradients, D + 1.
+        samples: the number of samples b.
+        kept: for each gradient δ [b·g, t, o], or the gradient [b, 1, p].
     """
 
     factor: GradFactor | None
@@ -338,14 +356,14 @@ class FeatureGradients:
 
     @property
     def outer(self) -> Outer | None:
-        """The outer product whose factor δ is kept."""
+        """The outer product of which only the factor δ is kept; None if whole gradients are kept."""
         if self.factor is None or not isinstance(self.factor.gradient, Outer):
             return None
         outer = self.factor.gradient
         return outer if outer.prefers_gram(self.cotangents) else None
 
     def add(self, deltas: list[Tensor | None]) -> None:
-        """Keep one gradient of a single factor."""
+        """Keep the next gradient, given the cotangents of the factor."""
         assert self.factor is not None
         if self.outer is not None:
             self.kept.append(self.outer.delta(deltas))
@@ -357,7 +375,7 @@ class FeatureGradients:
         x: Float[Tensor, "b c m"],
         predicted: Int[Tensor, " b"],
     ) -> Float[Tensor, "b c"]:
-        """xᵀ K x; not that of the predicted class, which is known more precisely."""
+        """Compute xᵀ K x for each class; the predicted class's value is rough, and the caller replaces it."""
         factors = torch.stack(self.kept, dim=1)  # [b·g, m, t, o]
         self.kept.clear()
         if self.outer is not None:
@@ -368,13 +386,13 @@ class FeatureGradients:
             scale = products.diagonal(dim1=1, dim2=2)
         squares = torch.linalg.vecdot(x @ products.to(x), x)
         without_cancellation = (x.square() @ scale.to(x).unsqueeze(2)).squeeze(2)
-        again = squares < CANCELLED * without_cancellation
-        odd = beyond(scale.amax(1))[:, None] | beyond(squares)
+        again = squares < CANCELLED * without_cancellation  # digits lost: sum the gradient itself
+        odd = outside_float32_range(scale.amax(1))[:, None] | outside_float32_range(squares)
         if bool(odd.any()):
             nonzero = self._any_group(factors.flatten(1).any(1))
             squares = torch.where(nonzero, squares, 0.0)
             odd &= nonzero
-            if self.outer is not None:  # nor is there more to know where a is zero
+            if self.outer is not None:  # where δ and activations do not overlap, 0 is exact
                 overlaps = self._any_group(self.outer.overlaps(factors).any(1))
                 odd &= (squares != 0) | overlaps
         again |= odd
@@ -386,7 +404,7 @@ class FeatureGradients:
         return squares
 
     def _any_group(self, of_group: Bool[Tensor, " bg"]) -> Bool[Tensor, "b 1"]:
-        """Whether it holds for some group of each sample."""
+        """Whether a condition on groups holds for any group of each sample."""
         return of_group.unflatten(0, (self.samples, -1)).any(1)[:, None]
 
     def _squares_of_sums(
@@ -395,12 +413,12 @@ class FeatureGradients:
         x: Float[Tensor, "n m"],
         b: int,
     ) -> Float[Tensor, " n"]:
-        """‖Σ_m x_m k_m‖² of one sample, from the sum itself.
+        """‖Σ_m x_m k_m‖² of one sample, from the sum itself, in which no digits are lost.
 
         Args:
-            factors: what is kept of all gradients.
-            x: of some classes.
-            b: the sample.
+            factors: what is kept of all gradients k_m of all samples.
+            x: the coefficients x_m of n classes.
+            b: the index of the sample.
         """
         of_sample = factors.unflatten(0, (self.samples, -1))[b].transpose(0, 1)  # [m, g, t, o]
         numel = self.factor.gradient.numel if self.factor else of_sample[0].numel()

@@ -1,7 +1,4 @@
-"""One table of gradient norms for each sample, direction and layer, whatever the engine.
-
-Also the blocks of a model, in the order in which it uses them.
-"""
+"""Gradient norms by sample, direction and layer, from any engine; and the blocks of a model."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -28,13 +25,13 @@ class LayerTable:
     Attributes:
         values: [b, m, l] norms of the gradients along m directions, or [b, l, m, m] inner products,
             which are in double precision.
-        logits: of the samples as the engine ran them.
-        layers: names.
-        general: layers that no fast rule covered.
-        error: standard error of the norms, if they are sketched.
-        left_out: the largest share of Σ_l a_l ‖g_l‖ that layers which were left out were seen to
-            add.
-        num_left_out: how many layers were left out.
+        logits: the logits of the samples, as the engine ran them.
+        layers: the names of the layers, in order of first use.
+        general: the layers that have a parameter without a fast gradient rule.
+        error: standard errors [b, m, l] of the norms; None unless the norms are sketched.
+        left_out: the largest observed share of Σ_l a_l ‖g_l‖ that the early layers left out
+            contribute.
+        num_left_out: the number of early layers left out.
     """
 
     values: Tensor
@@ -54,18 +51,19 @@ def layer_table(
     regrouped: Tensor | None = None,
     lam: float | None = None,
 ) -> LayerTable:
-    """Compute the gradients of each request, and combine parameters to layers.
+    """Measure the gradients of each request, and combine the values of parameters into layers.
 
     Args:
-        requests: batches of one model, with one set of settings.
-        cache: what is kept of the model from batch to batch.
-        gram: inner products in place of norms.
-        regrouped: `known_logits` of the only request.
+        requests: requests for consecutive batches of one model, with the same settings.
+        cache: the plans of the model, reused from batch to batch.
+        gram: whether to compute inner products in place of norms.
+        regrouped: the logits [b, c] of the samples from other batches (`known_logits` of the
+            request); only if there is a single request.
         lam: `smallest_lambda` of the requests.
     """
     parts: list[ClassNorms] = []
-    for one in requests:
-        request = replace(one, gram=gram, known_logits=regrouped, smallest_lambda=lam)
+    for given_request in requests:
+        request = replace(given_request, gram=gram, known_logits=regrouped, smallest_lambda=lam)
         parts.append(run_first(engines_for(request, cache), request, cache))
     whole = ClassNorms.concatenate(parts)
     if whole.errors is not None:
@@ -75,10 +73,10 @@ def layer_table(
     columns: list[Tensor] = []
     general: list[str] = []
     for layer, names in groups.items():
-        # Each is freed when it is in its layer: together they take more than the table.
-        of_layer = (whole.values.pop(name) for name in names)
-        columns.append(combine_parameters(of_layer, request.kind).to(dtype))
-        if not whole.general.isdisjoint(names):
+        # `pop` frees each value once it is combined: together the values take more than the table.
+        layer_values = (whole.values.pop(name) for name in names)
+        columns.append(combine_parameters(layer_values, request.kind).to(dtype))
+        if not whole.without_rule.isdisjoint(names):
             general.append(layer)
     return LayerTable(
         torch.stack(columns, dim=1 if gram else -1),
@@ -91,7 +89,7 @@ def layer_table(
 
 
 def _table_of_estimates(norms: ClassNorms, errors: dict[str, Tensor]) -> LayerTable:
-    """The table of a sketch, which estimates the norms of whole layers."""
+    """Make the table of a sketch, whose values are estimates for whole layers."""
     dtype = at_least_float32(norms.logits).dtype
     values = torch.stack(list(norms.values.values()), dim=-1).to(dtype)
     error = torch.stack(list(errors.values()), dim=-1).to(dtype)
@@ -103,16 +101,19 @@ def heavy_blocks(
     batch: Batch,
     selected: dict[str, Tensor],
 ) -> list[list[str]]:
-    """The parameters of each residual or transformer block, or layer, in order of use.
+    """The parameter names of each residual or transformer block (or layer), in order of use.
 
-    A block has a matrix or kernel; parameters without one belong to the block before them. Those
-    before the first block are left out, unless there is no block: then all are one. There are none
-    if the model hides from torch's function modes which parameters it uses.
+    Every block has a matrix or kernel; layers without one (normalizations) join the block before
+    them. Layers before the first block are left out; without any block, all parameters form one.
 
     Args:
-        model: inside `preserve_state`.
+        model: the model, inside `preserve_state`.
         batch: samples like those to be scored.
-        selected: the parameters that count.
+        selected: the parameters whose gradients are wanted, by name.
+
+    Returns:
+        Lists of parameter names; empty if torch's function modes do not show which parameters the
+        model uses.
     """
     first = ModelInput(take_samples(batch, slice(0, 1)))
     order = use_order(model, first, selected)

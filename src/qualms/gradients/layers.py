@@ -1,4 +1,4 @@
-"""Which parameters count, and which layer each belongs to."""
+"""The selected parameters, the layers they belong to, and the weights of layers in a score."""
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -19,7 +19,7 @@ WHOLE_MODEL = "(model)"  # the layer of parameters that no submodule owns
 
 
 def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
-    """The parameters that count, by name.
+    """Select the parameters whose gradients are wanted, by name.
 
     Args:
         model: the model.
@@ -58,11 +58,11 @@ def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
 
 
 def layer_of(model: nn.Module, name: str, granularity: Granularity) -> str:
-    """The layer that a parameter belongs to.
+    """The name of the layer that a parameter belongs to.
 
     Args:
         model: the model.
-        name: of the parameter.
+        name: the name of the parameter.
         granularity: `tensor` for the parameter itself; `module` for the module that owns it (a
             parametrized module owns what its parametrizations hold); `block` for the innermost
             child of a repeated container: one whose children are all of one class and have children
@@ -84,7 +84,7 @@ def layer_of(model: nn.Module, name: str, granularity: Granularity) -> str:
 
 
 def _is_repeated(children: list[nn.Module]) -> bool:
-    """Whether these are several modules of one class that all have children."""
+    """Whether a container's children are several modules of one class that all have children."""
     if len(children) < 2 or len({type(child) for child in children}) > 1:
         return False
     return all(any(True for _ in child.children()) for child in children)
@@ -95,12 +95,12 @@ def group_by_layer(
     names: list[str],
     granularity: Granularity,
 ) -> dict[str, list[str]]:
-    """The names of parameters by layer, layers in order of first use.
+    """Group the names of parameters by layer, layers in order of first use.
 
     Args:
         model: the model.
-        names: of its parameters, in order of use.
-        granularity: what a layer is.
+        names: the names of parameters, in order of use.
+        granularity: what a layer is, as in `layer_of`.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -113,13 +113,13 @@ def total_norms(
     lam: float | None,
     norm: Norm,
 ) -> Float[Tensor, "b m"]:
-    """Norms of whole gradients from those of their layers.
+    """Combine the norms of layers into norms of whole gradients.
 
     Args:
-        norms: ‖g_l‖ of each layer.
-        lam: None for ‖g‖; else the result is Σ_l a_l ‖g_l‖ with `layer_weights` (λ = 0 gives
-            Σ_l ‖g_l‖, which is not the plain L2 norm).
-        norm: which norm of the whole gradient.
+        norms: ‖g_l‖ of each layer l.
+        lam: None for ‖g‖; else λ in Σ_l a_l ‖g_l‖ with `layer_weights` (λ = 0 gives Σ_l ‖g_l‖,
+            which is not the L2 norm).
+        norm: which norm `norms` are, `l1` or `l2`.
     """
     if lam is not None:
         return norms @ layer_weights(norms.shape[-1], lam).to(norms)
@@ -129,8 +129,8 @@ def total_norms(
 
 
 def layer_weights(layers: int, lam: float) -> Float[Tensor, " l"]:
-    """a_l = exp(λ(l - L)), l = 1..L.
+    """a_l = exp(λ(l - L)) for l = 1..L.
 
-    This is the paper's exp(λl) up to a constant, which ranks alike and cannot overflow.
+    This is the paper's exp(λl) times a constant, so samples rank the same, but it cannot overflow.
     """
     return (lam * (torch.arange(1, layers + 1, dtype=torch.double) - layers)).exp()

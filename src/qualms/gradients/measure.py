@@ -1,4 +1,4 @@
-"""From cotangents and gradient factors to one number for each sample, direction and parameter."""
+"""Norms and inner products of each sample's gradients, from cotangents and gradient factors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.outer_product import Outer
 from qualms.gradients.tracing.param_use import Weights, roots
 
-AtEdges = Sequence[Tensor | None]  # the cotangents of one direction, at every edge
+EdgeCotangents = Sequence[Tensor | None]  # one direction's cotangents at all edges of a `Pullback`
 
 
 @torch.no_grad()
@@ -29,14 +29,13 @@ def measure(
     """Measure each sample's gradients along several directions, parameter by parameter.
 
     Args:
-        pullback: of a traced forward pass.
-        cotangents: the directions. A plain tensor is used as it is, for those that must not be
-            scaled to one size.
+        pullback: the pullback of a traced forward pass.
+        cotangents: the directions. A plain tensor is used without scaling.
         kind: ‖g‖ (`l2`), Σ|g| (`l1`) or the inner products ⟨g_m, g_n⟩ (`gram`).
 
     Returns:
-        For each parameter that the logits depend on [b, m], or [b, m, m] for `gram`; in double
-        precision, in which the square of a small number is not zero.
+        For each parameter that the logits depend on, a tensor [b, m], or [b, m, m] for `gram`; in
+        float64, in which squares of small numbers do not underflow.
     """
     if not pullback.factors:
         return {}
@@ -52,7 +51,7 @@ def full_gradients(
     pullback: "Pullback",
     cotangent: Float[Tensor, "rows c"],
 ) -> dict[str, Float[Tensor, "1 ..."]]:
-    """The whole gradient of every parameter along one direction, for the rows of one sample."""
+    """Write out the gradient of every parameter along one direction, summed over one sample's rows."""
     at = pullback.pull(cotangent)
     gradients: dict[str, Tensor] = {}
     for name, factor in pullback.single.items():
@@ -64,25 +63,29 @@ def full_gradients(
 
 
 def _unscaled(cotangents: Float[Tensor, "m rows c"], samples: int) -> Cotangents:
+    """Wrap cotangents as a single block with scales 1."""
     ones = torch.ones(len(cotangents), samples, dtype=torch.double, device=cotangents.device)
     return Cotangents(len(cotangents), lambda: [(cotangents, ones)])
 
 
 @dataclass(frozen=True)
 class Pullback:
-    """From directions in logit space to the cotangents at the edges of all gradient factors.
+    """Pulls directions in logit space back to the operations that use parameters.
+
+    A gradient factor turns the cotangents at its operation's edges into the gradient of a parameter.
 
     Args:
-        logits: of a traced forward pass, with their graph.
-        factors: what the gradients are made of.
-        weights: the parameters, as leaves.
-        samples: how many there are, b.
+        logits: the logits of a traced forward pass, with their graph.
+        factors: the gradient factors of the parameters.
+        weights: leaf tensors that replace the parameters in the traced pass.
+        samples: the number of samples b.
 
     Attributes:
-        index: the edges of all factors, each of them once, and its place: weight and bias share
-            their operation's cotangent.
-        single: the parameters whose gradient is a single factor.
-        shared: those whose gradient is a sum of factors, or lies behind other operations.
+        index: the position of each edge in the cotangents that `pull` returns. An edge is listed
+            once: the weight and the bias of an operation share its cotangent.
+        single: the factor of each parameter whose gradient is a single factor.
+        shared: the factors of each other parameter: its gradient is a sum of factors, or the
+            parameter passes through other operations first (weight normalization).
     """
 
     logits: Float[Tensor, "rows c"]
@@ -110,8 +113,12 @@ class Pullback:
         self,
         cotangent: Float[Tensor, "rows _"],
         start: Tensor | GradientEdge | None = None,
-    ) -> AtEdges:
-        """Pull a cotangent back to all edges, from the logits or from another `start`."""
+    ) -> EdgeCotangents:
+        """Pull a cotangent back to all edges, from the logits or from `start` in the graph.
+
+        Returns:
+            A cotangent for each edge in the order of `index`; None if `start` does not depend on it.
+        """
         interrupts.deliver()
         if start is None:
             start = self.logits
@@ -122,14 +129,14 @@ class Pullback:
     def cotangents_of(
         self,
         factor: GradFactor,
-        at: AtEdges,
+        at: EdgeCotangents,
     ) -> list[Tensor | None] | None:
-        """The cotangents of a factor; None if the logits do not depend on it."""
+        """Select the cotangents at a factor's edges; None if the logits depend on none of the edges."""
         deltas = [at[self.index[edge]] for edge in factor.edges]
         return None if all(d is None for d in deltas) else deltas
 
-    def sum_shared(self, at: AtEdges) -> dict[str, Float[Tensor, "b ..."]]:
-        """The whole gradients of the shared parameters."""
+    def sum_shared(self, at: EdgeCotangents) -> dict[str, Float[Tensor, "b ..."]]:
+        """Write out the gradients of the `shared` parameters, [b, …] for each name."""
         total: dict[str, Tensor] = {}
 
         def add(name: str, gradient: Tensor, of: int | slice = slice(None)) -> None:
@@ -169,6 +176,7 @@ def _measure_norms(
     cotangents: Cotangents,
     kind: Kind,
 ) -> dict[str, Float[Tensor, "b m"]]:
+    """Norms along all directions, one direction after the other."""
     names: list[str] = []
     # [m, parameter, b], filled in place: small results between large ones fragment the memory.
     table: Tensor | None = None
@@ -188,10 +196,10 @@ def _measure_norms(
                 table[number] = torch.stack([values[name].double() for name in names])
             number += 1
         if table is not None:
-            of_block = table[start:number]
+            rows_of_block = table[start:number]
             if kind == "l2":
-                of_block.sqrt_()
-            of_block *= size[:, None, :]
+                rows_of_block.sqrt_()
+            rows_of_block *= size[:, None, :]
     if table is None:
         return {}
     return {name: table[:, i].T for i, name in enumerate(names)}
@@ -203,13 +211,13 @@ def _measure_one(
     kind: Kind,
     directions: int,
 ) -> dict[str, Float[Tensor, " b"]]:
-    """Σ|g| or Σg² along one direction, for each parameter.
+    """Σ|g| (`l1`) or Σg² (`l2`) along one direction, for each parameter.
 
     Args:
-        pullback: the graph.
-        cotangent: the direction.
+        pullback: the pullback of a traced forward pass.
+        cotangent: the direction, [rows, c].
         kind: `l1` or `l2`.
-        directions: how many directions share the work on activations.
+        directions: the number of directions that share the work on activations.
     """
     at = pullback.pull(cotangent)
     values: dict[str, Tensor] = {}
@@ -229,13 +237,13 @@ def _size_of_factor(
     kind: Kind,
     directions: int,
 ) -> Float[Tensor, " b"]:
-    """Σ|g| or Σg² of one factor, without writing it out where that is cheaper.
+    """Σ|g| (`l1`) or Σg² (`l2`) of a gradient, without writing it out where that is cheaper.
 
     Args:
-        factor: the only one of its parameter.
-        deltas: its cotangents.
+        factor: the only factor of the parameter.
+        deltas: the cotangents of the factor.
         kind: `l1` or `l2`.
-        directions: how many directions share the work on activations.
+        directions: the number of directions that share the work on activations.
     """
     gradient = factor.gradient
     if isinstance(gradient, Outer) and kind == "l2":
@@ -246,7 +254,7 @@ def _size_of_factor(
 
 
 def size_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
-    """Σ|g| (`l1`) or Σg² of each sample's gradient, without a copy of it."""
+    """Σ|g| (`l1`) or Σg² (`l2`) of each sample's gradient, without a copy of the gradient."""
     flat = _flatten(gradient)
     if kind == "l1":
         return torch.linalg.vector_norm(flat, 1, dim=1)
@@ -254,7 +262,7 @@ def size_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]
 
 
 def norm_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
-    """Σ|g| (`l1`) or ‖g‖ of each sample's gradient."""
+    """Σ|g| (`l1`) or ‖g‖ (`l2`) of each sample's gradient."""
     size = size_of(gradient, kind)
     return size if kind == "l1" else size.sqrt()
 
@@ -266,7 +274,8 @@ def _measure_inner_products(
     pullback: Pullback,
     cotangents: Cotangents,
 ) -> dict[str, Float[Tensor, "b m m"]]:
-    all_at: list[AtEdges] = []
+    """⟨g_m, g_n⟩ of all pairs of directions, for each parameter."""
+    all_at: list[EdgeCotangents] = []
     sizes: list[Tensor] = []
     for block, size in cotangents.blocks():
         sizes.append(size)
@@ -289,19 +298,25 @@ def _measure_inner_products(
 def _inner_products_of_factor(
     pullback: Pullback,
     factor: GradFactor,
-    all_at: list[AtEdges],
+    all_at: list[EdgeCotangents],
 ) -> Float[Tensor, "b m m"] | None:
-    """⟨g_m, g_n⟩ of one factor, or None if the logits do not depend on it."""
-    known: list[list[Tensor | None]] = []
+    """⟨g_m, g_n⟩ of one factor's gradients; None if the logits do not depend on the parameter.
+
+    Args:
+        pullback: the pullback of a traced forward pass.
+        factor: the only factor of the parameter.
+        all_at: the cotangents of each direction at all edges.
+    """
+    deltas_of_directions: list[list[Tensor | None]] = []
     for at in all_at:
         deltas = pullback.cotangents_of(factor, at)
         if deltas is not None:
-            known.append(deltas)
-    if not known:
+            deltas_of_directions.append(deltas)
+    if not deltas_of_directions:
         return None
     if isinstance(factor.gradient, Outer):
-        return factor.gradient.inner_products_along(known)
-    return _inner_products([factor.gradient.write(deltas) for deltas in known])
+        return factor.gradient.inner_products_along(deltas_of_directions)
+    return _inner_products([factor.gradient.write(deltas) for deltas in deltas_of_directions])
 
 
 def _inner_products(gradients: list[Tensor]) -> Float[Tensor, "b m m"]:

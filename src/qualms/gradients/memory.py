@@ -1,4 +1,4 @@
-"""How much memory there is, how much a pass takes, and how many rows of a batch fit a budget."""
+"""Free memory, the memory that a pass takes, and how many rows of a batch fit a budget."""
 
 import ctypes
 import logging
@@ -26,28 +26,28 @@ log = logging.getLogger("qualms")
 # no room for the user.
 FREE_SHARE = 1 / 16
 MIN_BUDGET = 2**28
-RESULT_COPIES = 6  # of the largest result, which kernels hold beside it
-LOGIT_COPIES = 16  # in double precision, in what a score computes from them
-DOUBLE = 8  # bytes
-SMALL_INPUT_BYTES = 2**17  # of inputs that run at once
-LARGE_ROW_BYTES = 2**26  # of rows at once, for which it matters what is free
-FEWER_PARAMETERS = "select fewer parameters with `params`, or use smaller inputs"
+RESULT_COPIES = 6  # copies of the largest result that kernels hold beside it
+LOGIT_COPIES = 16  # copies of the logits, in float64, that a score computes with
+DOUBLE = 8  # bytes of a float64
+SMALL_INPUT_BYTES = 2**17  # a pass over inputs with fewer bytes is not measured
+LARGE_ROW_BYTES = 2**26  # before a pass with more bytes, free memory is released
+FEWER_PARAMETERS = "select fewer parameters by `params`, or use smaller inputs"
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes that the work on one chunk may take."""
+    """Bytes that the work on one chunk may take by default: a share of the free memory."""
     return max(MIN_BUDGET, int(free_bytes(device) * FREE_SHARE))
 
 
 def budget_of_rows(given: int | None, device: torch.device) -> int:
     """Bytes that rows which run at once may take.
 
-    On a CPU the amount does not vary from run to run, as free memory does, so that the last digits
-    of scores do not vary either. Larger parts are not faster there.
+    On a CPU the default is a constant and not a share of free memory, which varies from run to run:
+    the last digits of scores depend on how many rows run at once. More rows are not faster there.
 
     Args:
-        given: the user's `budget`, if there is one.
-        device: where the rows run.
+        given: the user's `budget`; None for the default.
+        device: the device on which the rows run.
     """
     if given:
         return given
@@ -63,10 +63,10 @@ def require_room(
     """Raise an error if the smallest part of the work takes more memory than there is.
 
     Args:
-        needed: bytes that it takes.
-        limit: bytes that there are.
-        what: the part of the work, in the plural.
-        instead: what to do other than to pass a larger `budget`.
+        needed: the bytes that the smallest part of the work takes.
+        limit: the bytes that are available.
+        what: what this part of the work is, in the plural, for the message.
+        instead: the advice other than to pass a larger `budget`, for the message.
     """
     if needed > limit:
         raise QualmsError(
@@ -76,7 +76,7 @@ def require_room(
 
 
 def in_mebibytes(number: int) -> str:
-    """Format a number of bytes for people."""
+    """Format a number of bytes for a message, in MiB."""
     return f"{number / 2**20:,.1f} MiB"
 
 
@@ -96,10 +96,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def release_free_memory() -> None:
-    """Return memory that the C library holds for later to the system, where it can (glibc).
+    """Return freed memory that the C library still holds to the system (glibc only).
 
-    It keeps what is freed in pieces that tensors of another size do not fit, so that different
-    kinds of work would add up.
+    The C library keeps freed memory in pieces that tensors of another size do not fit into, so the
+    memory of different kinds of work would add up.
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -110,27 +110,32 @@ def release_free_memory() -> None:
 def _malloc_trim() -> Callable[[int], int] | None:
     if sys.platform != "linux":
         return None
-    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return found
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim
 
 
 @contextmanager
 def saved_bytes(constants: set[int]) -> Iterator[list[int]]:
-    """Count the bytes that autograd saves inside the block, in the one entry of the list.
+    """Count the bytes that autograd saves inside the block.
 
     Args:
-        constants: addresses of storages that do not count.
+        constants: the addresses of storages that are not counted, such as parameters.
+
+    Yields:
+        A list with one entry, the number of bytes so far.
     """
     seen = set(constants)
     total = [0]
 
     def pack(t: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunction():  # not a call of the model's
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # so that function modes do not take this for a call by the model
             storage = t.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             total[0] += storage.nbytes()
-        # The tensor itself, kept by the operation that made it, would never be freed.
+        # Returning `t` itself would make a reference cycle, and it would never be freed.
         return t.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
@@ -143,10 +148,15 @@ def saved_bytes(constants: set[int]) -> Iterator[list[int]]:
 class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of the results that exist at the same time, without what existed before.
 
-    A dispatch mode sees every result that a pass makes, inside scripts and backward passes as well,
-    and when it is freed. What kernels hold beside their results (copies in another memory format,
-    gaps of the allocator) it does not see: on a CPU the process took up to six times the largest
-    result more than all results together.
+    A dispatch mode sees every result of a pass, in scripts and backward passes as well, and when it
+    is freed. It does not see what kernels hold beside their results (copies in another memory format,
+    gaps of the allocator): on a CPU the process took up to six times the largest result more than
+    all results together.
+
+    Attributes:
+        now: the bytes of the results that exist now.
+        most: the largest value that `now` has had.
+        largest: the bytes of the largest result.
     """
 
     def __init__(self) -> None:
@@ -163,22 +173,22 @@ class _LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and count its results.
+        """Run an operation and count the bytes of its new results.
 
         Args:
             func: the operation.
-            types: the classes of its tensors; not used.
-            args: its arguments.
-            kwargs: its keyword arguments.
+            types: the classes of the operation's tensors; not used.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
         """
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given: set[int] = set()
+        inputs: set[int] = set()  # storages of arguments, which views and in-place results share
         for t in tensors_in((args, kwargs)):
             if t.layout == torch.strided:
-                given.add(t.untyped_storage()._cdata)
+                inputs.add(t.untyped_storage()._cdata)
         for t in tensors_in(out):
-            if t.layout == torch.strided and t.untyped_storage()._cdata not in given:
+            if t.layout == torch.strided and t.untyped_storage()._cdata not in inputs:
                 self._add(t.untyped_storage())
         return out
 
@@ -202,11 +212,11 @@ class PassMemory:
     """A pass over rows that run at once, and the memory it takes.
 
     Args:
-        what: the kind of pass, for messages and as a key.
-        run: runs it on some rows, and returns the logits.
-        most: rows at once, whatever the memory.
-        extra_bytes: held beside the pass.
-        factor: how many times the memory of `run` the pass takes.
+        what: the kind of pass, for messages and as a key of the cache.
+        run: runs the pass on some rows, and returns the logits.
+        most: the largest number of rows at once, however much memory there is.
+        extra_bytes: the bytes of what is held in memory beside the pass.
+        factor: the memory of the pass, as a multiple of the memory of `run`.
     """
 
     what: str
@@ -222,16 +232,19 @@ class PassMemory:
         settings: Settings,
         cache: PlanCache,
     ) -> int:
-        """The number of rows that fit the budget, measured on the first one.
+        """How many rows fit the budget, by the memory that the first row takes.
 
-        It is not measured where nothing is to be decided: no `budget` that must be kept, and a
-        single row, or numbers so few that results thousands of times their size would fit.
+        Nothing is measured without a `budget` if there is a single row, or if inputs are so small
+        that results thousands of times their size would fit.
 
         Args:
             batch: rows of the same shape.
-            rows: how many there are.
-            settings: with the budget.
-            cache: where the measurement is kept.
+            rows: the number of rows to run.
+            settings: the settings with the budget and the batch size.
+            cache: the plans of the model, which keep the measurement.
+
+        Raises:
+            QualmsError: if a single row does not fit.
         """
         most = min(rows, settings.batch_size or self.most)
         first = batch_tensors(batch)[0]
@@ -250,17 +263,17 @@ class PassMemory:
         room = budget_of_rows(settings.budget, first.device) - self.extra_bytes
         size = max(1, min(most, room // row))
         if first.device.type == "cpu" and size * row > LARGE_ROW_BYTES:
-            release_free_memory()  # of other kinds of work, and of the measurement
+            release_free_memory()  # memory used by other kinds of work and by the measurement
         return size
 
     def bytes_of_row(self, batch: Batch, cache: PlanCache) -> int | None:
-        """Bytes that one row takes, measured once; None if a row does not run by itself."""
+        """Bytes that one row takes, measured once; None if the model fails on a single row."""
         key = ("memory of a row", self.what, shapes_of(batch))
         row = cache.once(key, lambda: self._measure(take_samples(batch, slice(0, 1))))
         return None if row is None else max(1, self.factor * row)
 
     def _measure(self, row: Batch) -> int | None:
-        """Run one row and count its bytes; None if it does not run by itself."""
+        """Run one row and count its bytes; None if the model fails on a single row."""
         counter = _LiveBytes()
         try:
             with torch.random.fork_rng(devices=[]), counter:
@@ -268,5 +281,5 @@ class PassMemory:
         except QualmsError as error:
             log.info("the memory of a single row is unknown: %s", error)
             return None
-        of_logits = LOGIT_COPIES * DOUBLE * logits.shape[-1]
-        return counter.most + RESULT_COPIES * counter.largest + of_logits
+        logit_bytes = LOGIT_COPIES * DOUBLE * logits.shape[-1]
+        return counter.most + RESULT_COPIES * counter.largest + logit_bytes

@@ -1,4 +1,4 @@
-"""What a model runs on, samples with their perturbed copies, and forward passes over it."""
+"""The input of a forward pass (samples with their perturbed copies), and the pass itself."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -32,13 +32,13 @@ from qualms.gradients.settings import Smoothing
 
 @dataclass(frozen=True)
 class ModelInput:
-    """What one forward pass runs on: for each sample a group of rows, the sample itself first.
+    """The input of one forward pass: for each sample a group of rows, the sample itself first.
 
     Attributes:
-        batch: all rows, those of a sample one after the other.
-        rows_per_sample: the sample and its perturbed copies.
-        embedding_noise: for discrete inputs, which cannot be perturbed: maps the shape of an
-            embedded row to noise [rows, *shape].
+        batch: all rows; the rows of one sample are consecutive.
+        rows_per_sample: the number of rows of a sample: 1 plus the number of perturbed copies.
+        embedding_noise: for discrete inputs (token ids), whose embeddings are perturbed instead:
+            maps the shape of an embedded row to noise [rows, *shape].
     """
 
     batch: Batch
@@ -46,7 +46,7 @@ class ModelInput:
     embedding_noise: Callable[[tuple[int, ...]], Tensor] | None = None
 
     def take(self, index: slice | list[int]) -> "ModelInput":
-        """Some of the rows, each as a sample of its own."""
+        """Select some of the rows; each counts as a separate sample from then on."""
         part = take_samples(self.batch, index)
         noise = self.embedding_noise
         if noise is None:
@@ -58,8 +58,8 @@ class ModelInput:
         return ModelInput(part, 1, noise_of_part)
 
 
-def some_alone(rows: int) -> list[int]:
-    """The rows that are also run on their own as a check: a few, spread over all of them."""
+def rows_to_run_alone(rows: int) -> list[int]:
+    """Indices of the rows (at most two) that are also run alone, as a check of a batch of `rows`."""
     return sorted({rows // 2, rows - 1}) if rows > 1 else []
 
 
@@ -69,16 +69,17 @@ def make_model_input(
     numbers: Sequence[int],
     seed: int,
 ) -> ModelInput:
-    """The rows of a batch: its samples, each followed by its perturbed copies.
+    """Build the rows of a batch: its samples, each followed by its perturbed copies.
 
-    Discrete inputs (token ids) cannot be perturbed; their rows repeat, and the noise is added to
+    Discrete inputs (token ids) cannot be perturbed; they are repeated, and the noise is added to
     the output of their embedding.
 
     Args:
         batch: b samples.
-        smoothing: how they are perturbed; None for the samples alone.
-        numbers: of the samples, which decide their noise together with the seed.
-        seed: of the noise.
+        smoothing: how the samples are perturbed; None for the samples without copies.
+        numbers: the number of each sample in the whole data, [b]: with `seed`, the random seed of
+            its noise.
+        seed: the random seed that all samples share.
     """
     if smoothing is None:
         return ModelInput(batch)
@@ -102,14 +103,17 @@ def perturbed_in_parts(
     seed: int,
     size: int,
 ) -> Iterator[ModelInput]:
-    """The same rows; those of a single sample come in parts if they are more than `size`.
+    """Yield the rows of `make_model_input`; those of a single sample in parts of at most `size`.
+
+    Floats are perturbed part by part; token ids are only repeated, so they are sliced.
 
     Args:
         batch: the samples.
-        smoothing: how they are perturbed.
-        numbers: of the samples, which decide their noise together with the seed.
-        seed: of the noise.
-        size: the most rows of a part.
+        smoothing: how the samples are perturbed.
+        numbers: the number of each sample in the whole data: with `seed`, the random seed of its
+            noise.
+        seed: the random seed that all samples share.
+        size: the largest number of rows of a part.
     """
     rows = smoothing.draws + 1
     if num_samples(batch) > 1 or rows <= size:
@@ -127,16 +131,16 @@ def perturbed_in_parts(
 
 
 def wants_channels_last(model_input: ModelInput) -> bool:
-    """Whether these are images that convolutions run faster on in channels-last format.
+    """Whether the input is a batch of images, on which convolutions are faster in channels-last.
 
-    With a single channel both formats look alike, and torch would convert back and forth.
+    With a single channel both memory formats look alike, and torch would convert back and forth.
     """
     x = batch_tensors(model_input.batch)[0]
     return x.ndim == 4 and x.shape[1] > 1 and x.is_floating_point()
 
 
 def in_channels_last(model_input: ModelInput) -> ModelInput:
-    """The same rows in the memory format in which convolutions are fastest."""
+    """Convert the rows to channels-last, the memory format in which convolutions are fastest."""
     first, *others = batch_tensors(model_input.batch)
     first = first.contiguous(memory_format=torch.channels_last)
     return replace(model_input, batch=with_tensors(model_input.batch, [first, *others]))
@@ -147,18 +151,18 @@ def forward_logits(
     model_input: ModelInput,
     *modes: TorchFunctionMode,
 ) -> Float[Tensor, "rows classes"]:
-    """One forward pass.
+    """Run one forward pass and return validated logits.
 
-    The model gets copies, which it may change: the rows serve other passes too, and may be the
-    user's own tensors.
+    The model gets copies of the rows, which it may change in place: the rows are used by other
+    passes too, and may be tensors that the user passed.
 
     Args:
-        model: inside `preserve_state`.
-        model_input: the rows.
-        modes: further function modes for the pass; the last one sees each call first.
+        model: the model, inside `preserve_state`.
+        model_input: the rows to run.
+        modes: further function modes for the pass; the last mode sees each call first.
 
     Raises:
-        QualmsError: if the model fails, or returns something else than finite logits.
+        QualmsError: if the model fails, or returns anything but finite logits [rows, classes].
     """
     rows = num_samples(model_input.batch)
     noisy = None
@@ -170,7 +174,7 @@ def forward_logits(
             stack.enter_context(ContiguousBatchNormGrad())
         for mode in modes:
             stack.enter_context(mode)
-        # Inside the modes, which see where the copies come from.
+        # Copied inside the modes, so that a mode sees which tensors are the input.
         copies = [t.clone() for t in batch_tensors(model_input.batch)]
         if noisy is not None:
             noisy.ids = copies[0]
@@ -185,7 +189,7 @@ def forward_logits(
 
 @runs_user_code
 def call_model(model: nn.Module, batch: Batch) -> Any:
-    """The model's raw output for a batch.
+    """Call the model on a batch and return its raw output.
 
     Raises:
         QualmsError: if the batch is on another device than the model, or the model raises.
@@ -212,9 +216,7 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
 
 
 def logits_in(output: Any) -> Tensor:
-    """The logits in a model's output.
-
-    They are the output itself, its `.logits`, or the first element of a tuple.
+    """Find the logits in a model's output: the output itself, its `.logits`, or a tuple's first item.
 
     Raises:
         QualmsError: if there is no float tensor in any of these places.
@@ -233,10 +235,10 @@ def logits_in(output: Any) -> Tensor:
 
 
 def validate_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:
-    """The logits in a model's output, one row for each sample.
+    """Find the logits in a model's output and check that they are finite and [rows, classes].
 
     Raises:
-        QualmsError: if their shape is another one, or some are NaN or infinite.
+        QualmsError: if their shape differs, or some are NaN or infinite.
     """
     logits = logits_in(output)
     shape = tuple(logits.shape)

@@ -1,8 +1,9 @@
-"""The plan of the exact engine: what the first samples show of the model, and what the work costs.
+"""The plan of the exact engine: traces of the first samples, and what the work costs.
 
-Planning runs one sample by plain autograd and traced, then two traced: the axis that doubles
-counts the samples, and the gradient of the first sample must be the same in all three. From the
-traces the plan counts work and memory, which decide how many samples run at once and how.
+Planning runs one sample by plain autograd, the same sample traced, then two samples traced: an axis
+that doubles counts the samples, and the gradient of the first sample must be the same in all three
+runs. From the traces the plan counts multiplications and memory, which decide how many samples run
+at once and by which method.
 """
 
 from dataclasses import dataclass, replace
@@ -28,10 +29,10 @@ from qualms.gradients.tracing.param_use import TracePair, UseOrder, Weights, lar
 from qualms.gradients.tracing.recorder import Recorder, collapses_rows
 from qualms.gradients.tracing.traced_forward import require_uses_that_vary, trace_forward
 
-CACHED_BYTES = 2**22  # of the largest result of a pass: a larger one leaves the processor's cache
-MIN_ROWS = 4  # with fewer at once a pass costs more for each than it would save
-PLANNING_ROWS = 16  # among which planning looks for two that differ
-# For a block of directions, and its copies on the way to the model's precision.
+CACHED_BYTES = 2**22  # a pass whose largest result takes more leaves the processor's cache
+MIN_ROWS = 4  # a pass over fewer rows costs more per row than the cache saves
+PLANNING_ROWS = 16  # rows among which planning looks for two that differ
+# Bytes of a block of directions, with its copies while it is cast to the model's precision.
 BLOCK_AND_COPIES = 4 * BLOCK_BYTES
 
 
@@ -40,10 +41,11 @@ class Workload:
     """What is computed for each sample.
 
     Attributes:
-        rows_per_sample: how many rows a sample has.
-        kind: of the values.
-        directions: how many gradients there are.
-        via_last_layer: whether those of all classes come from those of the last layer's features.
+        rows_per_sample: the number of rows of a sample: itself and its perturbed copies.
+        kind: what is measured: L2 norms, L1 norms or inner products.
+        directions: the number of gradients.
+        via_last_layer: whether the gradients of all classes are combined from the gradients of the
+            last layer's features (`last_layer.py`).
     """
 
     rows_per_sample: int
@@ -54,18 +56,18 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan(ModelProfile):
-    """What planning found out about a model, for samples of one shape.
+    """Traces and costs of a model, for samples of one shape.
 
     Attributes:
         trace_pair: the traces of one sample and of two, which show the sample axis of every tensor;
             None if there was only one sample, or no room for two.
-        mixes_samples: whether something is computed from several samples at once.
-        weights: the parameters as leaves of our own.
+        mixes_samples: whether some result is computed from several samples at once.
+        weights: leaf tensors that replace the parameters in traced passes.
         use_order: the order in which the forward pass uses the parameters.
-        row_bytes: what autograd keeps for one row.
-        factors: of the gradients of one row, without their graph.
-        itemsize: bytes of one number.
-        last_product: the last linear layer, if the model ends in one.
+        row_bytes: the bytes that autograd saves for one row.
+        factors: the gradient factors of one row, without their graph.
+        itemsize: the bytes of one number.
+        last_product: the last linear layer; None if the model does not end in one.
         is_reused: whether the plan was made for another batch.
     """
 
@@ -80,15 +82,18 @@ class Plan(ModelProfile):
     is_reused: bool = False
 
     def serves(self, request: GradientRequest) -> bool:
-        """Whether what one row has shown is enough for the rows of a request."""
+        """Whether the plan can be reused for a request.
+
+        A plan that traced one row alone serves several only if they run one by one, for memory.
+        """
         rows = request.num_samples * request.rows_per_sample
         return self.trace_pair is not None or rows == 1 or self.is_too_large(2, request.budget)
 
-    def must_compare_alone(self, recorder: Recorder) -> bool:
-        """Whether only rows on their own show that they do not influence each other.
+    def needs_single_row_check(self, recorder: Recorder) -> bool:
+        """Whether each row must also be run alone, to show that rows do not influence each other.
 
-        Where the model reads values, or computes something from all samples, it may treat several
-        samples alike in any batch.
+        True if control flow depends on tensor values, or something is computed across samples: the
+        logits from two different batches may then agree although rows influence each other.
         """
         return self.mixes_samples or not recorder.use_order.fixed
 
@@ -99,30 +104,30 @@ class Plan(ModelProfile):
         directions: int,
         names: frozenset[str] | None = None,
     ) -> float:
-        """Multiplications of one backward pass, norms included, as a share of a forward pass.
+        """Multiplications of one backward pass, norms included, as a share of those of a forward pass.
 
         Args:
-            directions: how many passes share what is computed once.
-            names: the parameters whose gradients are wanted; None for all. A pass goes no further
-                than they do.
+            directions: the number of backward passes that share the work on activations.
+            names: the parameters whose gradients are wanted; None for all. Layers without any of
+                these parameters are not counted.
         """
         forward, backward = 0, 0
         for factor in self.factors:
-            of_factor = _forward_multiplications(factor)
-            forward += of_factor
+            multiplications = _forward_multiplications(factor)
+            forward += multiplications
             if names is None or not names.isdisjoint(roots(factor.target, self.weights)):
-                backward += of_factor + count_multiplications(factor, 1, directions)
+                backward += multiplications + count_multiplications(factor, 1, directions)
         return backward / max(1, forward)
 
     def passes_for_all_classes(self, request: GradientRequest) -> int:
-        """How many backward passes the gradients of all classes of one row take."""
+        """The number of backward passes for the gradients of all classes of one row."""
         one_row = replace(request, smoothing=None, gram=False)
         if self.last_product is not None and self._prefers_last_layer(one_row, ("classes",)):
             return self.last_product.weight.shape[1] + 2
         return self.classes
 
     def workload(self, request: GradientRequest) -> Workload:
-        """What a request takes for each sample, by the cheaper way."""
+        """The work on each sample of a request, by the cheaper of the two ways."""
         rows = request.rows_per_sample
         if self._prefers_last_layer(request, request.directions.names):
             return Workload(rows, request.kind, self.classes, via_last_layer=True)
@@ -133,7 +138,7 @@ class Plan(ModelProfile):
         request: GradientRequest,
         directions: tuple[str, ...],
     ) -> bool:
-        """Whether all classes come cheaper from the last layer's features, and fit."""
+        """Whether gradients via the last layer's features are cheaper for all classes, and fit."""
         last, rows = self.last_product, request.rows_per_sample
         if last is None or request.kind != "l2" or "classes" not in directions:
             return False
@@ -147,11 +152,11 @@ class Plan(ModelProfile):
     # Counted memory.
 
     def samples_at_once(self, budget: int, work: Workload) -> int:
-        """How many samples fit a budget; 0 if the rows of one have to come in parts.
+        """How many samples fit a budget; 0 if the rows of a single sample do not fit at once.
 
         Args:
-            budget: in bytes.
-            work: what is computed for each of them.
+            budget: the bytes that may be used.
+            work: what is computed for each sample.
         """
         affordable = self._samples_within(budget, work)
         if self.trace_pair is None:
@@ -165,24 +170,24 @@ class Plan(ModelProfile):
         return affordable
 
     def rows_at_once(self, budget: int) -> int:
-        """How many rows of one sample fit a budget where its gradients are written out."""
+        """How many rows of one sample fit a budget, beside its gradients written out in full."""
         if self.trace_pair is None:
             return 1
-        one = 2 * (self.row_bytes + self.largest_result) + 6 * DOUBLE * self.classes
-        return max(1, (budget - 2 * self.gradient_bytes) // one)
+        bytes_per_row = 2 * (self.row_bytes + self.largest_result) + 6 * DOUBLE * self.classes
+        return max(1, (budget - 2 * self.gradient_bytes) // bytes_per_row)
 
     def is_too_large(self, rows: int, budget: int) -> bool:
-        """Whether a pass over so many rows, each a sample, does not fit."""
+        """Whether a pass over `rows` samples of one row each exceeds the budget."""
         return rows * self._sample_bytes(Workload(1, "l2", self.classes)) > budget
 
     @property
     def min_bytes(self) -> int:
-        """Bytes that one row and one of its gradients take."""
+        """The smallest memory that can work: bytes of one row and one of its gradients."""
         return 2 * self.row_bytes + 2 * self.gradient_bytes
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a whole gradient, written out."""
+        """Bytes of the gradient of all parameters along one direction, written out."""
         return sum(self.itemsize * leaf.numel() for leaf in self.weights.leaves.values())
 
     def _samples_within(self, budget: int, work: Workload) -> int:
@@ -192,9 +197,9 @@ class Plan(ModelProfile):
         """Bytes that the work on one sample takes.
 
         Args:
-            work: what is computed for it.
-            is_alone: whether it is the only one of its chunk, which can do without copies of large
-                windows.
+            work: what is computed for the sample.
+            is_alone: whether the sample is the only one of its chunk; large convolution windows
+                are then not copied.
         """
         rows, number = work.rows_per_sample, work.directions
         is_gram = work.kind == "gram"
@@ -206,7 +211,7 @@ class Plan(ModelProfile):
             if isinstance(factor.gradient, Outer):
                 total += self.itemsize * factor.gradient.count_stored(rows, number, is_alone)
         total += self.itemsize * largest * (number if is_gram else 2)
-        # One direction, its probabilities, and what they take.
+        # One direction, its probabilities, and temporaries of the same size.
         total += 6 * DOUBLE * rows * self.classes
         results = 2 * DOUBLE * number * len(self.weights.leaves)
         total += results * (number if is_gram else 1)
@@ -216,7 +221,7 @@ class Plan(ModelProfile):
 
 
 def _forward_multiplications(factor: GradFactor) -> int:
-    """Multiplications of the operation on one row."""
+    """Multiplications of the forward operation that the factor belongs to, on one row."""
     if not isinstance(factor.gradient, Outer):
         return factor.gradient.work
     t, o, f, g = factor.gradient.sizes
@@ -224,10 +229,10 @@ def _forward_multiplications(factor: GradFactor) -> int:
 
 
 def make_plan(request: GradientRequest) -> Plan | Fallback:
-    """Trace the first samples of a request.
+    """Make a plan by tracing the first samples of a request.
 
     Args:
-        request: what the plan is for.
+        request: the request to plan for.
 
     Returns:
         The plan; a `Fallback` if the traces do not agree with plain autograd.
@@ -235,39 +240,40 @@ def make_plan(request: GradientRequest) -> Plan | Fallback:
     Raises:
         QualmsError: if the first sample has no gradient, or the model is random.
     """
-    some = request.rows(slice(0, max(2, PLANNING_ROWS // request.rows_per_sample)))
-    first = FirstSample.of(request.model, some, request.selected, _norm)
+    first_rows = request.rows(slice(0, max(2, PLANNING_ROWS // request.rows_per_sample)))
+    first = FirstSample.of(request.model, first_rows, request.selected, _norm)
     if not first.gradient:
-        require_uses_that_vary(request.model, some)
+        require_uses_that_vary(request.model, first_rows)
         return Fallback("the first input uses none of the selected parameters")
-    # Plain autograd has managed, so whatever fails from here on is due to the tracing.
-    planning = _Planning(request.model, some, request.selected, first)
+    # Plain autograd succeeded, so whatever fails from here on is due to the tracing.
+    planning = _Planning(request.model, first_rows, request.selected, first)
     return attempt("trace the first samples", partial(planning.run, request.budget))
 
 
 def _norm(gradient: Tensor) -> Tensor:
+    """‖g‖ of one gradient, [1]; summed in at least float32."""
     return sum_of_squares(at_least_float32(gradient).reshape(1, -1)).sqrt()
 
 
 @dataclass(frozen=True)
 class _Planning:
-    """Traces of the first samples.
+    """Makes a `Plan` from traces of the first samples.
 
     Attributes:
-        model: inside `preserve_state`.
-        some: the first rows.
-        selected: the parameters that count.
+        model: the model, inside `preserve_state`.
+        first_rows: the rows of the first samples.
+        selected: the parameters whose gradients are wanted, by name.
         first: the first row by plain autograd.
     """
 
     model: nn.Module
-    some: ModelInput
+    first_rows: ModelInput
     selected: dict[str, Tensor]
     first: FirstSample
 
     def run(self, budget: int) -> Plan:
         """Trace one row, then two where there are two and they fit the budget."""
-        rows = num_samples(self.some.batch)
+        rows = num_samples(self.first_rows.batch)
         plan, one = self._trace_one(several=rows > 1)
         if rows == 1:
             return plan
@@ -276,20 +282,20 @@ class _Planning:
             raise NotBatchable("all inputs are the same")
         if plan.is_too_large(2, budget):
             return plan
-        pair = plan.reformat(self.some.take([0, second]))
+        pair = plan.reformat(self.first_rows.take([0, second]))
         _, two = trace_forward(self.model, pair, plan.weights, None)
         mixes_samples = collapses_rows(one.shapes, two.shapes)
         traces = TracePair(one.param_uses, two.param_uses).compact()
         del one, two  # and their graphs
-        self._require_own_gradient(plan, pair, traces)
+        self._require_same_gradient(plan, pair, traces)
         return replace(plan, trace_pair=traces, mixes_samples=mixes_samples)
 
     def _trace_one(self, several: bool) -> tuple[Plan, Recorder]:
-        """A plan from the first row, whose traced gradient must be plain autograd's.
+        """Make a plan from the first row, whose traced gradient must equal plain autograd's.
 
         Args:
-            several: whether there are further rows. For one image alone convolutions are as fast in
-                the plain memory format, and batch normalization wants that one.
+            several: whether there are further rows. For a single image, convolutions are as fast in
+                the contiguous memory format, which batch normalization needs then.
         """
         if several and wants_channels_last(self.first.rows):
             # `view` of what a convolution returns needs the plain memory format.
@@ -313,10 +319,10 @@ class _Planning:
         logits, recorder, first = traced.logits, traced.recorder, self.first
         direction = random_direction(logits)
         pullback = Pullback(logits, recorder.factors, traced.weights, 1)
-        found = measure(pullback, direction, "l2")
+        norms = measure(pullback, direction, "l2")
         same_logits = close_logits(logits.detach(), first.logits, first.precision)
-        if not same_logits or not self._is_expected(found):
-            raise NotBatchable("the recorded gradient differs from plain autograd's")
+        if not same_logits or not self._is_expected(norms):
+            raise NotBatchable("the recorded gradient is not plain autograd's")
         last = LastProduct.of(pullback)
         return Plan(
             classes=logits.shape[1],
@@ -339,38 +345,42 @@ class _Planning:
         return same_norms(norms, expected, self.first.precision)
 
     def _second_row(self) -> int | None:
-        """A row that differs from the first; None if there is none."""
-        for i in range(1, num_samples(self.some.batch)):
-            if self.some.embedding_noise is not None:
-                return i
-            if any(not torch.equal(t[0], t[i]) for t in batch_tensors(self.some.batch)):
+        """The index of a row that differs from the first; None if all rows are the same."""
+        for i in range(1, num_samples(self.first_rows.batch)):
+            if self.first_rows.embedding_noise is not None:
+                return i  # token ids repeat, but each row gets other noise
+            if any(not torch.equal(t[0], t[i]) for t in batch_tensors(self.first_rows.batch)):
                 return i
         return None
 
-    def _require_own_gradient(
+    def _require_same_gradient(
         self,
         plan: Plan,
         pair: ModelInput,
         traces: TracePair,
     ) -> None:
-        """The first of two rows must have the gradient that it has on its own.
+        """Raise an error unless the first of two rows has the gradient that it has alone.
 
         Args:
-            plan: from the first row.
-            pair: both rows.
-            traces: of one row and of two.
+            plan: the plan made from the first row.
+            pair: the two rows.
+            traces: the traces of one row and of two.
+
+        Raises:
+            NotBatchable: if the gradient differs.
         """
-        logits, both = trace_forward(self.model, pair, plan.weights, traces)
+        logits, recorder = trace_forward(self.model, pair, plan.weights, traces)
         direction = random_direction(logits)
-        of_first = torch.cat([direction, torch.zeros_like(direction)], dim=1)
-        found = measure(Pullback(logits, both.factors, plan.weights, 2), of_first, "l2")
-        if not self._is_expected({name: value[:1] for name, value in found.items()}):
-            raise NotBatchable("the gradient of a sample depends on the rest of the batch")
+        only_first = torch.cat([direction, torch.zeros_like(direction)], dim=1)
+        pullback = Pullback(logits, recorder.factors, plan.weights, samples=2)
+        norms = measure(pullback, only_first, "l2")
+        if not self._is_expected({name: value[:1] for name, value in norms.items()}):
+            raise NotBatchable("an input's gradient depends on what else is in the batch")
 
 
 @dataclass(frozen=True)
 class _FirstTrace:
-    """The traced forward pass of the first row."""
+    """The traced forward pass of the first row, and the bytes that autograd saved in it."""
 
     weights: Weights
     logits: Tensor

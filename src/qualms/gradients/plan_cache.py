@@ -1,4 +1,4 @@
-"""What the engines learn about a model from its first batch, kept for later batches."""
+"""A cache of what engines learn about a model from one batch, to reuse it for later batches."""
 
 import warnings
 from collections.abc import Callable, Hashable
@@ -12,9 +12,9 @@ from qualms.gradients.fallback import Fallback
 from qualms.gradients.precision import look_like_probabilities
 
 T = TypeVar("T")
-# The kind of a finding, which decides its type, and what it was found on.
+# First the kind of the cached value, which decides its type; then what it depends on (shapes, names).
 Key = tuple[Hashable, ...]
-# Samples may come in any number of shapes, and each plan holds traces of a few of them.
+# The most values of a kind: plans hold traces, and samples may come in any number of shapes.
 MAX_PER_KIND = 8
 PROBABILITIES = (
     "the model's outputs look like probabilities (none is negative, and each row sums to 1), but "
@@ -24,27 +24,27 @@ PROBABILITIES = (
 
 @dataclass
 class PlanCache:
-    """Findings about one model with its weights as they are.
+    """Cached plans and measurements of one model with its current weights.
 
-    Whoever holds it makes a new one when the weights change.
+    The owner of a cache replaces it when the weights change.
 
     Attributes:
-        found: the findings, the one asked for last at the end.
-        warned: what the user has been warned of.
+        found: the cached values by key, the most recently used at the end.
+        warned: the warnings that the user has already seen.
     """
 
     found: dict[Key, object] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
     def get(self, key: Key, kind: type[T]) -> T | None:
-        """The finding of a key; None if there is none of this type."""
+        """The cached value of a key; None if there is none of type `kind`."""
         if key in self.found:
             self.found[key] = self.found.pop(key)
         found = self.found.get(key)
         return found if isinstance(found, kind) else None
 
     def keep(self, key: Key, finding: object) -> None:
-        """Keep a finding, and drop the least recently used one of its kind."""
+        """Cache a value; if its kind has too many, drop the least recently used."""
         self.found.pop(key, None)
         of_kind = [other for other in self.found if other[0] == key[0]]
         for oldest in of_kind[: max(0, len(of_kind) + 1 - MAX_PER_KIND)]:
@@ -52,21 +52,18 @@ class PlanCache:
         self.found[key] = finding
 
     def forget(self, key: Key) -> None:
-        """Drop a finding that no longer holds."""
+        """Drop a cached value that does not hold for later batches."""
         self.found.pop(key, None)
 
     def once(self, key: Key, find: Callable[[], T]) -> T:
-        """Return the cached value of a key; `find` computes it first if there is none."""
+        """The cached value of a key; computed by `find` the first time."""
         if key not in self.found:
             self.keep(key, find())
         self.found[key] = self.found.pop(key)
         return cast(T, self.found[key])
 
     def warn_slow(self, fallback: Fallback) -> None:
-        """Warn that samples run one at a time, once for each reason.
-
-        The reason may be a defect, or a lack of memory.
-        """
+        """Warn that samples run one at a time; once for each reason."""
         self._warn_once(
             fallback.reason,
             f"falling back to one sample at a time (exact, slow): {fallback.reason}.",
@@ -74,7 +71,7 @@ class PlanCache:
         )
 
     def warn_of_probabilities(self, logits: Tensor) -> None:
-        """Warn once if what is treated as logits looks like probabilities."""
+        """Warn once if the model's outputs look like probabilities instead of logits."""
         if PROBABILITIES not in self.warned and look_like_probabilities(logits):
             self._warn_once(PROBABILITIES, PROBABILITIES, ProbabilitiesWarning)
 

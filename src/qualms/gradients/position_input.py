@@ -1,8 +1,8 @@
-"""A model that predicts at many positions, as a classifier of some of them, one sample at a time.
+"""Models with logits at many positions (tokens, pixels), run one sample at a time.
 
-What a sample gives alone does not depend on the others in its batch. Padding changes more than it
-should: some models count positions from where the padding starts. So texts are cut to the tokens
-that their attention masks keep, and the results are put back where those tokens were.
+Run alone, a sample does not depend on the others in its batch. Padding may change its logits: some
+models count positions from where the padding starts. So texts are cut to the tokens that their
+attention masks keep, and the results are written back to the positions of those tokens.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from qualms.gradients.isolation import isolate_forward
 from qualms.gradients.layers import Params, selected_parameters
 from qualms.gradients.model_input import logits_in
 
-INNER = "model."  # what the names of a model's parameters begin with inside `AtPositions`
+INNER = "model."  # prefix of the model's parameter names inside `AtPositions`
 MASK = "attention_mask"
-ENCODER = "encoder_"  # how the outputs of an encoder that ran before are named
-DECODER = "decoder_"  # how the arguments of a decoder beside an encoder are named
-TOKEN_ARGUMENTS = (  # that have an entry for each token
+ENCODER = "encoder_"  # name prefix of encoder outputs that are passed to the model
+DECODER = "decoder_"  # name prefix of the decoder's arguments in an encoder-decoder model
+TOKEN_ARGUMENTS = (  # arguments with an entry for each token
     "input_ids",
     "inputs_embeds",
     "attention_mask",
@@ -34,12 +34,12 @@ TOKEN_ARGUMENTS = (  # that have an entry for each token
 
 @dataclass(frozen=True)
 class SampleAlone:
-    """One sample of a batch as the model runs on it.
+    """One sample of a batch, its padding cut off.
 
     Attributes:
         batch: the sample as a batch of one, without padding.
-        kept: the positions that are left, where padding was cut off; else None.
-        length: how many positions there were with the padding, where it was cut off.
+        kept: the positions of its tokens in the padded sample; None if no padding was cut off.
+        length: the number of positions with padding; 0 if none was cut off.
     """
 
     batch: Batch
@@ -48,10 +48,10 @@ class SampleAlone:
 
     @classmethod
     def of(cls, batch: Batch, number: int) -> "SampleAlone":
-        """Sample `number` of a batch.
+        """Take sample `number` of a batch and cut off its padding.
 
         Raises:
-            QualmsError: if its attention mask leaves nothing of it.
+            QualmsError: if the attention mask of the sample keeps no token.
         """
         one = take_samples(batch, slice(number, number + 1))
         if not isinstance(one, dict):
@@ -79,16 +79,19 @@ class SampleAlone:
         return cls(one, kept, length)
 
     def require_fit(self, positions: int) -> None:
-        """Raise an error if padding was cut off but predictions and tokens differ in number."""
+        """Raise an error if padding was cut off and the model does not answer once for each token."""
         if self.kept is not None and positions != len(self.kept):
             raise _mismatch(str(positions), len(self.kept))
 
     def put_back(self, values: Tensor, missing: float) -> Tensor:
-        """Put values [t, …] at the sample's own positions where these are with the padding.
+        """Write values [t, …] of the sample without padding to their positions with padding.
 
         Args:
-            values: at the sample's own positions.
-            missing: what stands at padding.
+            values: one value for each position without padding.
+            missing: the value that padding gets.
+
+        Returns:
+            Values [length, …]; `values` itself if no padding was cut off.
         """
         if self.kept is None:
             return values
@@ -97,18 +100,18 @@ class SampleAlone:
         padded[self.kept.to(padded.device)] = values
         return padded
 
-    def own(self, values: Tensor) -> Tensor:
-        """The values at the sample's own positions, of values [t, …] with the padding."""
+    def remove_padding(self, values: Tensor) -> Tensor:
+        """Select the values at tokens from values [length, …] at all positions with padding."""
         if self.kept is None:
             return values
         return values[self.kept.to(values.device)]
 
-    def own_position(self, position: int) -> int | None:
-        """Where a position with the padding is without it; None if it is padding."""
+    def position_without_padding(self, position: int) -> int | None:
+        """Map a position of the padded sample to the unpadded one; None for padding."""
         if self.kept is None:
             return position
-        found = (self.kept == position).nonzero()
-        return int(found[0]) if len(found) else None
+        matches = (self.kept == position).nonzero()
+        return int(matches[0]) if len(matches) else None
 
 
 def _mismatch(positions: str, tokens: int) -> QualmsError:
@@ -122,11 +125,14 @@ def live_positions(
     batch: Batch,
     shape: tuple[int, ...],
 ) -> Bool[Tensor, "b t"] | None:
-    """The positions that a batch's attention mask keeps; None if it leaves nothing out.
+    """The positions that a batch's attention mask keeps; None if there is no padding.
 
     Args:
         batch: the samples.
-        shape: of the positions that the model answers at.
+        shape: the shape of the positions that the model has logits at, without samples and classes.
+
+    Raises:
+        QualmsError: if the mask has another shape.
     """
     if not isinstance(batch, dict):
         return None
@@ -139,7 +145,7 @@ def live_positions(
 
 
 def _answering_side(batch: dict[str, Tensor]) -> str:
-    """The prefix of the arguments at whose positions the model predicts."""
+    """The name prefix of the arguments whose positions the logits belong to: `decoder_`, or none."""
     has_decoder = any(name.startswith(DECODER) for name in batch)
     return DECODER if has_decoder else ""
 
@@ -153,10 +159,13 @@ def _cut(
     """Cut the arguments of the encoder or the decoder to a part of the tokens.
 
     Args:
-        batch: one sample.
-        side: how these arguments begin.
-        part: the tokens that are left.
-        length: how many tokens there are.
+        batch: one sample, its arguments by name.
+        side: the name prefix of the arguments to cut: `DECODER`, or none for the encoder.
+        part: the tokens to keep.
+        length: the number of tokens with padding.
+
+    Raises:
+        QualmsError: if another argument is as long as the text, and may have to be cut as well.
     """
     cut = dict(batch)
     for name, t in batch.items():
@@ -172,7 +181,7 @@ def _cut(
 
 
 def name_arguments(model: nn.Module, batch: Batch) -> Batch:
-    """A tuple by the names of the model's arguments, if an attention mask is among them."""
+    """Turn a tuple into a dict by the model's argument names, if one of them is an attention mask."""
     if not isinstance(batch, tuple):
         return batch
     try:
@@ -186,15 +195,15 @@ def name_arguments(model: nn.Module, batch: Batch) -> Batch:
 
 
 class AtPositions(nn.Module):
-    """The logits of some positions side by side, [b, P·c].
+    """Wraps a model so that it returns the logits of P positions side by side, [b, P·c].
 
-    The engines take it for a classifier: for one position it is one, for several its logits are
-    those of P classifiers.
+    To the engines the wrapped model is a classifier: with one position an ordinary one, with P
+    positions one with P·c logits, c for each position.
 
     Args:
-        model: answers at many positions.
+        model: a model with logits at many positions.
         class_dim: the axis of the classes in its logits.
-        positions: which are read, counted row by row; all of them by default.
+        positions: indices of the positions to read, positions flattened row by row; None for all.
     """
 
     def __init__(
@@ -210,7 +219,7 @@ class AtPositions(nn.Module):
         self.training = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, "b pc"]:
-        """One pass of the model."""
+        """Run the model and select the logits of the positions."""
         with isolate_forward(self.model):
             output = self.model(*args, **kwargs)
             logits = classes_last(output, self.class_dim).flatten(1, -2)
@@ -220,7 +229,7 @@ class AtPositions(nn.Module):
 
 
 def classes_last(output: Any, class_dim: int) -> Float[Tensor, "b *positions c"]:
-    """The logits in a model's output, their axes in the order of samples, positions and classes.
+    """Find the logits in a model's output and move the class axis to the end.
 
     Raises:
         QualmsError: if there are no positions, or `class_dim` is not an axis of classes.
@@ -243,7 +252,7 @@ def classes_last(output: Any, class_dim: int) -> Float[Tensor, "b *positions c"]
 
 
 def inner_params(model: nn.Module, params: Params) -> Params:
-    """Which parameters count where the model is read at positions: those of the model itself."""
+    """Translate a selection of the model's parameters to their names inside `AtPositions`."""
     if params is None:
         return None
     chosen = selected_parameters(model, params)

@@ -1,4 +1,4 @@
-"""How precise numbers are: what sums are taken in, and when results agree up to rounding."""
+"""Numerical precision: sums that neither underflow nor overflow, and comparisons up to rounding."""
 
 import math
 from typing import Any
@@ -10,18 +10,18 @@ from torch import Tensor
 from qualms.gradients.batch import tensors_in
 from qualms.gradients.function_modes import CallMode, run_function
 
-# The relative difference that rounding alone may make; 16-bit numbers are coarse.
+# The relative difference that rounding may make; COARSE_TOLERANCE for 16-bit types.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 COARSE_TOLERANCE = 0.1
-MASKED_LOGIT = 100.0  # below the largest logit: a class without any probability
-MIN_SQUARES = 1e-30  # a sum of squares of many numbers in float32 that has all its digits
-ZERO_ROW = 1e-6  # of the largest row: what rounding leaves in a row of zeros
+MASKED_LOGIT = 100.0  # a logit so far below the largest one is masked: its probability is 0
+MIN_SQUARES = 1e-30  # a smaller sum of squares in float32 may have lost squares to underflow
+ZERO_ROW = 1e-6  # rounding errors in a row of zeros, as a share of the largest row
 MAX_CONVERTED = 2**20  # numbers that are copied to float64 at a time
 MIN_COARSE_ROWS = 4  # rows of 16-bit numbers that must look like probabilities
 
 
 class Narrowest(CallMode):
-    """Watches a forward pass for casts.
+    """A function mode that records the coarsest float type that a forward pass casts to.
 
     Numbers are only as precise as the narrowest type they have gone through.
     """
@@ -31,7 +31,7 @@ class Narrowest(CallMode):
         self.cast_to: torch.dtype | None = None
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func`, and note the type of its result if that rounds more than its arguments."""
+        """Call `func`, and record its result's type if it is coarser than that of every argument."""
         out = run_function(func, args, kwargs)
         finest = None
         for t in tensors_in((args, kwargs)):
@@ -45,21 +45,22 @@ class Narrowest(CallMode):
         return out
 
     def of(self, logits: Tensor) -> torch.dtype:
-        """The type that decides how precise the logits of the pass are."""
+        """The type that limits the precision of the pass: the coarsest cast, or the logits' type."""
         return logits.dtype if self.cast_to is None else coarser(logits.dtype, self.cast_to)
 
 
 def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    """The one of two types that rounds more."""
+    """The coarser of two types: the type with the larger rounding error."""
     return max(a, b, key=_rounding)
 
 
 def _rounding(dtype: torch.dtype) -> float:
+    """The relative rounding error of a float type."""
     return torch.finfo(dtype).eps
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """The relative difference that rounding may make."""
+    """The relative difference that rounding may make between results of a type."""
     return TOLERANCE.get(dtype, COARSE_TOLERANCE)
 
 
@@ -68,12 +69,13 @@ def close(
     want: Float[Tensor, "rows n"],
     precision: torch.dtype | None = None,
 ) -> bool:
-    """Whether two tensors are the same up to rounding, each row measured by its largest entry.
+    """Whether two tensors are equal up to rounding, relative to the largest entry of each row.
 
     Args:
-        have: one tensor.
-        want: the other.
-        precision: the type that rounds most on the way to them; their own by default.
+        have: the tensor to check.
+        want: the tensor to compare with, whose entries set the scale.
+        precision: the coarsest type that the values have gone through; the type of `want` by
+            default.
     """
     if have.shape != want.shape:
         return False
@@ -86,15 +88,16 @@ def close_logits(
     want: Float[Tensor, "rows c"],
     precision: torch.dtype | None = None,
 ) -> bool:
-    """Whether logits are the same up to rounding.
+    """Whether logits are equal up to rounding, relative to the largest logit of each row.
 
-    Classes that are masked by a huge negative number are measured by themselves, and set no measure
-    for the others.
+    Classes that are masked by a huge negative logit are compared relative to this logit; they do not
+    loosen the comparison of the other classes.
 
     Args:
-        have: some logits.
-        want: the others.
-        precision: the type that rounds most on the way to them; their own by default.
+        have: the logits to check.
+        want: the logits to compare with.
+        precision: the coarsest type that the logits have gone through; the type of `want` by
+            default.
     """
     if have.shape != want.shape:
         return False
@@ -113,10 +116,10 @@ def _is_within(
     """Whether differences are within the tolerance of a type.
 
     Args:
-        have: one tensor.
-        want: the other.
-        scale: what differences are measured by.
-        precision: the type; that of `want` by default.
+        have: the tensor to check.
+        want: the tensor to compare with.
+        scale: the sizes, broadcast to `want`, that differences are relative to.
+        precision: the type that sets the tolerance; the type of `want` by default.
     """
     tolerance = tolerance_of(precision or want.dtype)
     room = tolerance * (scale + ZERO_ROW * scale.max())
@@ -125,7 +128,7 @@ def _is_within(
 
 @torch.no_grad()
 def same_values(have: Tensor, want: Tensor) -> bool:
-    """Whether two results of the same operations are equal up to rounding."""
+    """Whether two results of the same operations are equal up to the last digits of their type."""
     if have.dtype != want.dtype or not want.is_floating_point():
         return torch.equal(have, want)
     is_coarse = want.element_size() < 4
@@ -142,9 +145,9 @@ def same_norms(
     """Whether the norms of all parameters along one direction are those of plain autograd.
 
     Args:
-        found: by the parameter's name; missing ones are zero.
-        expected: those of plain autograd.
-        dtype: the type that rounds most on the way to them.
+        found: the norms to check, by the parameter's name; a missing norm counts as zero.
+        expected: the norms by plain autograd, by the parameter's name.
+        dtype: the coarsest float type that the forward pass casts to.
     """
     total = math.hypot(*expected.values())
     tolerance = tolerance_of(dtype)
@@ -157,77 +160,77 @@ def same_norms(
 
 
 def at_least_float32(t: Tensor) -> Tensor:
-    """The tensor, in float32 if it has 16 bits: sums over positions need as many."""
+    """Convert a 16-bit tensor to float32, so that sums over positions keep enough digits."""
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
-def beyond(squares: Float[Tensor, "*n"]) -> Bool[Tensor, "*n"]:
-    """Where sums of squares in float32 are infinite, or so small that squares may be lost."""
+def outside_float32_range(squares: Float[Tensor, "*n"]) -> Bool[Tensor, "*n"]:
+    """Where sums of squares in float32 are not finite, or so small that squares may have underflowed."""
     return ~((squares >= MIN_SQUARES) & (squares < torch.inf))
 
 
 def power_of_two(size: Float[Tensor, "*n"]) -> Float64[Tensor, "*n"]:
-    """The power of two that brings a size between 1/2 and 1 (2 at most), without rounding.
+    """The power of two by which to divide a size to bring it between 1/2 and 1, without rounding.
 
-    It is 1 for sizes that are 0 or not finite.
+    It is 1 for sizes that are 0 or not finite. Sizes above 2¹⁰²³ become 2 at most.
     """
     size = size.double()
-    found = size / torch.frexp(size).mantissa
-    found = found.clamp_max(2.0**1023)  # the next power is infinite
-    return torch.where((size > 0) & size.isfinite(), found, 1.0)
+    power = size / torch.frexp(size).mantissa
+    power = power.clamp_max(2.0**1023)  # the next power is infinite
+    return torch.where((size > 0) & size.isfinite(), power, 1.0)
 
 
 def root_of_squares(sizes: Float[Tensor, "*n l"]) -> Float64[Tensor, "*n"]:
-    """(Σ_l s_l²)^½ of sizes that are not negative.
+    """(Σ_l s_l²)^½ of sizes s_l ≥ 0, without underflow of the squares.
 
-    It also holds for sizes below 1e-162, whose squares are zero in float64.
+    The squares of sizes below 1e-162 are zero in float64, so sizes are scaled first.
     """
     unit = power_of_two(sizes.amax(-1, keepdim=True))
     return (sizes / unit).square().sum(-1).sqrt() * unit.squeeze(-1)
 
 
 def sum_of_squares(g: Float[Tensor, "n p"]) -> Float64[Tensor, " n"]:
-    """Σ g² of each row.
+    """Σ g² of each row, without underflow or overflow.
 
-    Where float32 does not hold it, it is taken from the row divided by its largest entry.
+    Where float32 cannot represent the sum, it is computed from the row divided by its largest entry.
     """
-    found = torch.linalg.vecdot(g, g).double()
+    sums = torch.linalg.vecdot(g, g).double()
     if not g.shape[1]:
-        return found
-    # Done for every parameter and class: this takes a quarter of the time of `beyond`.
-    low, high = found.aminmax()
+        return sums
+    # Called for every parameter and class: this takes a quarter of the time of `outside_float32_range`.
+    low, high = sums.aminmax()
     if low.item() >= MIN_SQUARES and high.item() < torch.inf:
-        return found
+        return sums
     size = torch.linalg.vector_norm(g, torch.inf, dim=1)
-    odd = beyond(found) & (size > 0)
+    odd = outside_float32_range(sums) & (size > 0)
     scaled = g[odd] / size[odd, None]
     squares = torch.linalg.vecdot(scaled, scaled).double()
-    found[odd] = squares * size[odd].double().square()
-    return found
+    sums[odd] = squares * size[odd].double().square()
+    return sums
 
 
 def inner_products(g: Float[Tensor, "b m p"]) -> Float64[Tensor, "b m m"]:
-    """⟨g_m, g_n⟩ of each sample's gradients; in float64 where float32 does not hold them."""
-    found = (g @ g.mT).double()
-    squares = found.diagonal(dim1=1, dim2=2)
-    odd = beyond(squares)
+    """⟨g_m, g_n⟩ of each sample's gradients; computed in float64 where float32 under- or overflows."""
+    products = (g @ g.mT).double()
+    squares = products.diagonal(dim1=1, dim2=2)
+    odd = outside_float32_range(squares)
     if not bool(odd.any()):
-        return found
-    odd &= (squares != 0) | g.any(2)  # the square of a gradient of zeros is right
+        return products
+    odd &= (squares != 0) | g.any(2)  # for a gradient of zeros, 0 is exact
     columns = max(1, MAX_CONVERTED // g.shape[1])
     for b in odd.any(1).nonzero().flatten().tolist():
-        found[b] = 0.0
+        products[b] = 0.0
         for part in g[b].split(columns, dim=1):
             wide = part.double()
-            found[b] += wide @ wide.mT
-    return found
+            products[b] += wide @ wide.mT
+    return products
 
 
 def look_like_probabilities(logits: Float[Tensor, "rows c"]) -> bool:
-    """Whether all rows add up to 1 and have no negative entry.
+    """Whether all rows add up to 1, up to rounding, and have no negative entry.
 
-    Logits hardly ever do so by chance, up to rounding. In 16 bits rounding is coarse, so several
-    rows must agree.
+    Logits hardly ever do so by chance. In 16 bits rounding is coarse, so at least
+    `MIN_COARSE_ROWS` rows are needed.
     """
     rounding = torch.finfo(logits.dtype).eps
     if bool((logits < 0).any()):

@@ -1,4 +1,4 @@
-"""What is asked of an engine: a batch, directions, and how their gradients are computed."""
+"""The request to an engine: samples, directions, and how their gradients are computed."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -17,21 +17,22 @@ from qualms.gradients.settings import Kind, Settings, Sketch, Smoothing
 
 @dataclass(frozen=True)
 class GradientRequest:
-    """A batch whose gradients along some directions are wanted.
+    """A batch of samples, and the gradients Jᵀv that are wanted of them.
 
     Args:
         model: the model, inside `preserve_state`.
         batch: the samples.
-        numbers: of the samples, which decide their random draws.
+        numbers: the number of each sample in the whole data, [b]: with `settings.seed`, the random
+            seed of its noise.
         settings: how gradients are computed.
-        directions: v of each gradient Jᵀv.
+        directions: the directions v in logit space.
         smoothing: the perturbed copies that gradients are averaged over; None for the plain
             gradient.
-        gram: inner products between the directions in place of norms.
-        known_logits: the logits [b, c] of the samples from batches of other samples, if they are
-            known: an engine compares its own with them.
-        smallest_lambda: the least λ by which any score of these gradients weights early layers
-            down; None if one of them takes all layers alike.
+        gram: whether to compute inner products of the gradients in place of norms.
+        known_logits: the logits [b, c] of the samples from other batches, with which an engine
+            compares the logits that it computes; None if there are none.
+        smallest_lambda: the smallest λ among the scores that use these gradients; None if a score
+            weights all layers equally.
     """
 
     model: nn.Module
@@ -46,7 +47,7 @@ class GradientRequest:
 
     @cached_property
     def selected(self) -> dict[str, Tensor]:
-        """The parameters that count, by name."""
+        """The parameters whose gradients are wanted, by name."""
         return selected_parameters(self.model, self.settings.params)
 
     @property
@@ -56,27 +57,27 @@ class GradientRequest:
 
     @property
     def kind(self) -> Kind:
-        """Of the values: ‖g‖, Σ|g|, or inner products."""
+        """What is measured: ‖g‖ (`l2`), Σ|g| (`l1`), or inner products (`gram`)."""
         return "gram" if self.gram else self.settings.norm
 
     @property
     def num_samples(self) -> int:
-        """The number of samples."""
+        """The number of samples in the batch."""
         return num_samples(self.batch)
 
     @property
     def rows_per_sample(self) -> int:
-        """How many rows run for each sample: itself and its perturbed copies."""
+        """The number of rows that run for each sample: the sample itself and its perturbed copies."""
         return self.smoothing.draws + 1 if self.smoothing else 1
 
     @property
     def shapes(self) -> tuple[Hashable, ...]:
-        """What samples of one kind share: the names, shapes and types of their tensors."""
+        """The names, shapes (without the sample axis) and types of the tensors, as a cache key."""
         return shapes_of(self.batch)
 
     @property
     def device(self) -> torch.device:
-        """Where the samples are."""
+        """The device of the samples."""
         return batch_tensors(self.batch)[0].device
 
     @cached_property
@@ -86,18 +87,18 @@ class GradientRequest:
 
     @cached_property
     def limit(self) -> int:
-        """Bytes that the smallest part of the work must fit: the budget, else all that is free."""
+        """Bytes that the smallest part of the work must fit: the user's budget, else all free memory."""
         return self.settings.budget or free_bytes(self.device)
 
     def take(self, some: slice | list[int]) -> "GradientRequest":
-        """The same request for some of the samples; its directions are those of these samples.
+        """The same request for some of the samples, with the directions of these samples.
 
         Args:
-            some: the samples, by place. Directions that differ from sample to sample can be taken
-                by a slice only.
+            some: the indices of the samples. Must be a slice if directions differ from sample to
+                sample.
         """
         numbers = self.numbers[some] if isinstance(some, slice) else [self.numbers[i] for i in some]
-        known = None if self.known_logits is None else self.known_logits[some]
+        known_logits = None if self.known_logits is None else self.known_logits[some]
         directions = self.directions
         if isinstance(some, slice):
             directions = directions.of_samples(some)
@@ -105,16 +106,16 @@ class GradientRequest:
             self,
             batch=take_samples(self.batch, some),
             numbers=numbers,
-            known_logits=known,
+            known_logits=known_logits,
             directions=directions,
         )
 
     def with_directions_of(self, part: slice) -> "GradientRequest":
-        """The same request with the directions of some of the samples; its batch stays."""
+        """The same request and batch, but with the directions of some of the samples."""
         directions = self.directions.of_samples(part)
         return self if directions is self.directions else replace(self, directions=directions)
 
     def rows(self, part: slice) -> ModelInput:
-        """The rows of some of the samples."""
+        """The rows of some of the samples: each sample followed by its perturbed copies."""
         samples = take_samples(self.batch, part)
         return make_model_input(samples, self.smoothing, self.numbers[part], self.settings.seed)

@@ -1,4 +1,4 @@
-"""How gradients are computed, whatever they are for: engine, layers, norm, limits, smoothing."""
+"""Settings of gradients: engine, layers, norm, limits of memory, smoothing."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -13,7 +13,7 @@ from qualms.parameters import NOISE, check_parameters, whole
 from qualms.random import generator
 
 Engine = Literal["exact", "reference", "sketch", "auto"]
-Kind = Literal["l2", "l1", "gram"]  # of a value: ‖g‖, Σ|g|, or inner products
+Kind = Literal["l2", "l1", "gram"]  # what is measured: ‖g‖, Σ|g|, or inner products
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,20 @@ class Sketch:
 
 @dataclass(frozen=True)
 class Settings:
-    """How gradients are computed, whatever they are for.
+    """How gradients are computed, for every score that uses them.
 
     Args:
-        engine: what computes them: its name, or a sketch with options.
-        granularity: what a layer is.
-        norm: of each gradient.
-        params: the parameters that count: a pattern, or a function of names; None for all.
+        engine: the name of the engine, or a sketch with options.
+        granularity: what a layer is: a module, a parameter tensor or a block.
+        norm: which norm of each gradient is taken.
+        params: the parameters whose gradients are wanted: a pattern, or a function of names; None
+            for all.
         budget: bytes that the work on one chunk of samples may take; None for a share of what is
             free.
         batch_size: the most samples to run at once; None for as many as fit.
-        seed: of all random draws.
-        tolerance: the standard error that a score may have, as a share of it; None for the
-            engine's own.
+        seed: the seed of all random draws.
+        tolerance: the standard error that a score may have, as a share of the score; None for the
+            default of the engine.
     """
 
     engine: "Engine | Sketch" = "auto"
@@ -91,14 +92,14 @@ class Settings:
 
     @property
     def sketch(self) -> Sketch | None:
-        """The options of the sketch, if that is the engine."""
+        """The options of the sketch; None if another engine was chosen."""
         if isinstance(self.engine, Sketch):
             return self.engine
         return Sketch() if self.engine == "sketch" else None
 
     @property
     def description(self) -> str:
-        """How gradient scores are computed, for people: exact, or how good an estimate they are."""
+        """A phrase for users: `exact`, or how precise the estimated scores are."""
         if self.sketch is not None:
             return f"a sketch with {self.sketch.tangents} tangents"
         if self.tolerance:
@@ -107,7 +108,7 @@ class Settings:
 
     @property
     def engine_name(self) -> Engine:
-        """The engine without its options."""
+        """The name of the engine, without options."""
         return "sketch" if isinstance(self.engine, Sketch) else self.engine
 
 
@@ -180,12 +181,12 @@ class Smoothing:
         number: int,
         seed: int,
     ) -> Float[Tensor, "rows ..."]:
-        """The perturbations of one sample: zero for x_0, then N draws.
+        """Draw the perturbations of one sample: zero for x_0, then N draws.
 
         Args:
-            shape: of the sample.
-            number: of the sample, which decides the draws together with the seed.
-            seed: of the draws.
+            shape: the shape of the sample.
+            number: the number of the sample in the whole data; draws differ from sample to sample.
+            seed: the seed that all samples share.
 
         Returns:
             N + 1 perturbations [rows, *shape].
@@ -202,7 +203,7 @@ class Smoothing:
         return perturbations.mul_(self._scale(shape))
 
     def _scale(self, shape: tuple[int, ...]) -> Tensor:
-        """σ, so that it can be multiplied with a sample of this shape."""
+        """σ as a tensor that broadcasts to a sample of this shape."""
         if not isinstance(self.sigma, tuple):
             return torch.tensor(self.sigma)
         channels = shape[0] if shape else 0

@@ -23,10 +23,11 @@ class FirstSample:
     """The first row of a batch by plain autograd.
 
     Args:
-        rows: that row.
-        logits: its logits.
-        gradient: by the parameter's name: along a random direction, or what is kept of it.
-        precision: the type that rounds most on the way to the logits.
+        rows: the first row of the batch, as a batch of one.
+        logits: the logits of that row.
+        gradient: for each parameter's name, what `reduce` keeps of the gradient along
+            `random_direction`.
+        precision: the coarsest float type that the forward pass casts to.
     """
 
     rows: ModelInput
@@ -42,36 +43,44 @@ class FirstSample:
         selected: dict[str, Tensor],
         reduce: Callable[[Tensor], Tensor] = at_least_float32,
     ) -> "FirstSample":
-        """Run the row twice: a model that is random in evaluation mode has no gradient.
+        """Compute the logits and the gradient of the first row.
 
         Args:
-            model: inside `preserve_state`.
+            model: the model, inside `preserve_state`.
             model_input: a batch, of which the first row is run.
-            selected: the parameters, by name.
-            reduce: what is kept of a gradient.
+            selected: the parameters to differentiate with respect to, by name.
+            reduce: maps a gradient to what is kept of it, such as its norm.
+
+        Raises:
+            QualmsError: if a second run of the row gives other logits.
         """
         first = model_input.take(slice(0, 1))
         logits, gradient = sample_gradients(model, first, selected, random_direction, reduce)
-        return cls(first, logits, gradient, require_repeatable(model, first, logits))
+        precision = check_repeatable(model, first, logits)
+        return cls(first, logits, gradient, precision)
 
 
 @torch.no_grad()
-def require_repeatable(
+def check_repeatable(
     model: nn.Module,
     row: ModelInput,
     logits: Float[Tensor, "1 c"],
 ) -> torch.dtype:
-    """Require that a row gives the same logits again.
+    """Run a row again, and raise an error if its logits differ from those of the first run.
 
-    Asked of every batch, since another input may show a randomness that the first one hid.
+    This is checked in every batch: an input may reach a random operation that earlier ones did not.
 
     Args:
-        model: inside `preserve_state`.
-        row: a single one.
-        logits: what the model returned for it.
+        model: the model, inside `preserve_state`.
+        row: a single row.
+        logits: what the model returned for this row before.
 
     Returns:
-        The type that rounds most on the way to the logits.
+        The coarsest float type that the forward pass casts to, which sets the tolerance of later
+        comparisons.
+
+    Raises:
+        QualmsError: if the logits differ by more than rounding.
     """
     casts = Narrowest()
     again = forward_logits(model, row, casts)
@@ -85,15 +94,15 @@ def require_repeatable(
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """What the first row shows of a model: the base of what each engine goes on to find out.
+    """Facts about a model, measured on one row; the plans of the engines extend this class.
 
     Args:
-        classes: number of classes.
-        largest_result: bytes of the largest result of an operation on one row.
-        channels_last: whether the model takes images in that memory format, in which convolutions
-            are faster.
-        precision: the type that rounds most on the way to the logits: a model of 64 bits may cast
-            to 32 inside.
+        classes: the number of classes.
+        largest_result: the bytes of the largest result of an operation on one row.
+        channels_last: whether to run images in the channels-last memory format, in which
+            convolutions are faster.
+        precision: the coarsest float type that the forward pass casts to; a model in float64 may
+            cast to float32 inside.
     """
 
     classes: int
@@ -102,12 +111,12 @@ class ModelProfile:
     precision: torch.dtype
 
     def reformat(self, model_input: ModelInput) -> ModelInput:
-        """The same input in the memory format that is fastest for this model."""
+        """Convert the input to the memory format that is fastest for this model."""
         return in_channels_last(model_input) if self.channels_last else model_input
 
 
 def random_direction(logits: Tensor) -> Float[Tensor, "1 1 c"]:
-    """A direction in logit space, the same for every model with as many classes."""
+    """A random direction in logit space; the same one for all models with this number of classes."""
     noise = torch.Generator().manual_seed(0)
     return torch.randn(1, 1, logits.shape[1], generator=noise, dtype=torch.double).to(logits.device)
 
@@ -119,19 +128,19 @@ def sample_gradients(
     directions: Callable[[Float[Tensor, "1 c"]], Float[Tensor, "m 1 c"]],
     reduce: Callable[[Tensor], Tensor] = at_least_float32,
 ) -> tuple[Float[Tensor, "1 c"], dict[str, Float[Tensor, "m ..."]]]:
-    """The gradient of each parameter along each direction, for one row.
+    """Compute the gradient Jᵀv of each parameter along each direction v, for one row.
 
     Args:
-        model: inside `preserve_state`.
-        row: a single one.
-        selected: the parameters, by name.
-        directions: from the logits to what is pulled back.
-        reduce: what is kept of a gradient: together gradients are as large as the weights, for each
-            direction.
+        model: the model, inside `preserve_state`.
+        row: a single row.
+        selected: the parameters to differentiate with respect to, by name.
+        directions: maps the logits [1, c] to the directions v [m, 1, c].
+        reduce: maps a gradient to what is kept of it. All gradients along one direction take as
+            much memory as the weights, so this may be their norms.
 
     Returns:
-        The logits, and the gradients by the parameter's name, without parameters that the logits
-        do not depend on.
+        The logits, and for each parameter's name the reduced gradients of all directions, stacked.
+        Parameters that the logits do not depend on are left out.
     """
     with all_parameters_differentiable(model):
         logits = forward_logits(model, row)
@@ -140,10 +149,10 @@ def sample_gradients(
         parameters = list(selected.values())
         columns: dict[str, list[Tensor | None]] = {name: [] for name in selected}
         for direction in directions(logits.detach()):
-            of_direction = list(gradients_of(logits, parameters, direction.to(logits.dtype)))
+            row_gradients = list(gradients_of(logits, parameters, direction.to(logits.dtype)))
             for i, name in enumerate(selected):
-                g = of_direction[i]
-                of_direction[i] = None  # freed one by one
+                g = row_gradients[i]
+                row_gradients[i] = None  # frees each gradient once it is reduced
                 columns[name].append(None if g is None else reduce(g))
     logits = logits.detach()  # frees the graph
     gradients: dict[str, Tensor] = {}
@@ -151,10 +160,11 @@ def sample_gradients(
         column = columns.pop(name)
         if all(g is None for g in column):
             continue
-        known: list[Tensor] = []
+        reduced: list[Tensor] = []
         for g in column:
-            known.append(reduce(torch.zeros_like(p)) if g is None else g)
-        gradients[name] = known[0][None] if len(known) == 1 else torch.stack(known)
+            reduced.append(reduce(torch.zeros_like(p)) if g is None else g)
+        # Indexing makes a view, where `stack` would copy a gradient as large as the weight.
+        gradients[name] = reduced[0][None] if len(reduced) == 1 else torch.stack(reduced)
     return logits, gradients
 
 
@@ -163,24 +173,24 @@ def gradients_of(
     parameters: list[Tensor],
     cotangent: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Jᵀ·cotangent of a tensor by autograd, keeping the graph.
+    """Compute Jᵀ·cotangent by autograd, with J the Jacobian of `target`; the graph is kept.
 
     Args:
-        target: what is differentiated.
-        parameters: with respect to these.
-        cotangent: in the target's shape; 1 by default, for a scalar.
+        target: the tensor that is differentiated.
+        parameters: the tensors to differentiate with respect to.
+        cotangent: a tensor in the shape of `target`; 1 by default, for a scalar.
 
     Returns:
         A dense gradient for each parameter, or None if the target does not depend on it.
     """
     interrupts.deliver()
     try:
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             target, parameters, cotangent, retain_graph=True, allow_unused=True
         )
     except RuntimeError as error:
         raise QualmsError(f"the model cannot be differentiated: {reason(error)}") from error
-    return tuple(_to_dense(g) for g in found)
+    return tuple(_to_dense(g) for g in gradients)
 
 
 def _to_dense(g: Tensor | None) -> Tensor | None:

@@ -1,14 +1,13 @@
-"""Every check that a traced batch must pass before its gradients are used.
+"""Checks that every traced chunk must pass before its gradients are used.
 
-- The first sample's gradient is also computed by plain autograd (`plan.py`).
-- No parameter may reach the logits around its stand-in: the graph itself is searched for it
-  (`tracing/traced_forward.py`).
 - *Cross-batch influence*: the logits of a chunk must not change when its samples run in other
   batches, or alone.
-- *Separation*: each sample's gradients must follow its own cotangent: scaled sample by sample, they
-  scale alike, in every layer.
+- *Separation*: each sample's gradients must depend on the cotangent of that sample alone: if the
+  cotangents are scaled sample by sample, the gradients of every layer must scale by the same numbers.
 
-Whatever fails runs by plain autograd, one sample at a time, which is right by definition.
+Two further checks are elsewhere: planning compares the first sample's gradient with plain autograd
+(`plan.py`), and `tracing/traced_forward.py` searches the graph for parameters that reach the logits
+without being traced. A chunk that fails runs by plain autograd, one sample at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,14 +20,14 @@ from torch import Tensor, nn
 from qualms.gradients.batch import NotBatchable, num_samples, restore_order, strided_groups
 from qualms.gradients.directions import Cotangents
 from qualms.gradients.measure import Pullback, measure
-from qualms.gradients.model_input import ModelInput, forward_logits, some_alone
+from qualms.gradients.model_input import ModelInput, forward_logits, rows_to_run_alone
 from qualms.gradients.precision import TOLERANCE, close_logits, root_of_squares, tolerance_of
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Kind
 
-ROWS_AHEAD = 2048  # whose logits are computed ahead of the chunks that they are compared with
-INFLUENCE = "the samples of a batch influence each other"
-MIXTURE = "the model mixes samples within a batch"
+ROWS_AHEAD = 2048  # rows whose logits are computed together, ahead of the chunks compared with them
+INFLUENCE = "the inputs of a batch influence each other"
+MIXTURE = "the model mixes the inputs of a batch"
 
 
 # Cross-batch influence.
@@ -36,25 +35,25 @@ MIXTURE = "the model mixes samples within a batch"
 
 @dataclass
 class CrossBatchCheck:
-    """The logits of a request's rows from batches of other samples than their chunks.
+    """Gives the logits of a request's rows from other batches than the chunks that they run in.
 
-    They are known, or computed for some chunks at a time. Of perturbed copies, those that are known
-    are the samples themselves, the first row of each, which ran without copies.
+    They are `request.known_logits`, if given: the logits of each sample without its perturbed
+    copies. Otherwise they are computed, for several chunks at a time.
 
     Args:
-        request: whose samples run in chunks.
-        chunks: the samples that run together.
+        request: the request, whose samples run in chunks.
+        chunks: for each chunk, the indices of its samples.
     """
 
     request: GradientRequest
     chunks: Sequence[slice]
 
     def __post_init__(self) -> None:
-        self._start = 0  # the first sample whose logits are held
+        self._start = 0  # the index of the first sample in `_logits`
         self._logits: Tensor | None = None
 
     def logits_of(self, chunk: slice) -> Float[Tensor, "b _ c"]:
-        """The logits of the rows of a chunk, or of the first row of each of its samples."""
+        """The logits from other batches for all rows of a chunk, or for the first row of each sample."""
         known = self.request.known_logits
         if known is not None:
             return known[chunk, None]
@@ -64,10 +63,10 @@ class CrossBatchCheck:
         return logits[chunk.start - self._start : chunk.stop - self._start]
 
     def _compute_from(self, chunk: slice) -> Float[Tensor, "b r c"]:
-        """The logits of a chunk and of those that follow it, as many as run ahead."""
-        rest = [c for c in self.chunks if c.start >= chunk.start]
+        """Compute the logits of a chunk and of the chunks after it, up to `ROWS_AHEAD` rows."""
+        remaining = [c for c in self.chunks if c.start >= chunk.start]
         rows = self.request.rows_per_sample * (chunk.stop - chunk.start)
-        ahead = rest[: max(1, ROWS_AHEAD // rows)]
+        ahead = remaining[: max(1, ROWS_AHEAD // rows)]
         part = self.request.take(slice(chunk.start, ahead[-1].stop))
         self._start, self._logits = chunk.start, cross_batch_logits(part, len(ahead))
         return self._logits
@@ -78,22 +77,24 @@ def cross_batch_logits(
     request: GradientRequest,
     chunks: int,
 ) -> Float[Tensor, "b r c"]:
-    """The logits of all rows from plain forward passes over other groups than consecutive samples.
+    """Compute the logits of all rows by plain forward passes over groups other than the chunks.
 
-    A group takes a sample of each chunk, or every second one if there is a single chunk; and of a
-    sample's rows every second one.
+    A group has one sample of each chunk (every second sample if there is a single chunk), and every
+    second row of these samples.
 
     Args:
-        request: whose samples are run.
-        chunks: how many chunks they make up.
+        request: the samples of consecutive chunks.
+        chunks: the number of chunks.
     """
     rows, samples = request.rows_per_sample, request.num_samples
     stride = min(samples, max(2, chunks))
     parts: list[Tensor] = []
     for start in range(stride):
-        some = slice(start, None, stride)
-        members = len(range(samples)[some])
-        logits = logits_in_groups(request.model, request.rows(some), min(2, rows), rows)
+        group = slice(start, None, stride)
+        members = len(range(samples)[group])
+        logits = logits_in_groups(
+            request.model, request.rows(group), groups=min(2, rows), period=rows
+        )
         parts.append(logits.unflatten(0, (members, rows)))
     return restore_order(parts, strided_groups(samples, stride))
 
@@ -105,13 +106,13 @@ def logits_in_groups(
     groups: int,
     period: int | None = None,
 ) -> Float[Tensor, "rows c"]:
-    """The logits of all rows, each run with others than its neighbors.
+    """Compute the logits of all rows in groups of every n-th row, so that neighbors are separated.
 
     Args:
-        model: inside `preserve_state`.
+        model: the model, inside `preserve_state`.
         model_input: the rows.
-        groups: into how many groups they are dealt.
-        period: dealing starts anew after so many rows; None for all of them.
+        groups: n, the number of groups.
+        period: dealing to the groups starts again after this many rows; None for never.
     """
     rows = num_samples(model_input.batch)
     dealt = strided_groups(rows, groups, period)
@@ -124,12 +125,12 @@ def require_same_across_batches(
     elsewhere: Float[Tensor, "rows c"],
     precision: torch.dtype,
 ) -> None:
-    """Require that rows give the logits that they give in other batches.
+    """Raise `NotBatchable` if the logits of rows differ from those that they have in other batches.
 
     Args:
-        logits: of the rows in this batch.
-        elsewhere: of the same rows in other batches.
-        precision: the type that rounds most on the way to the logits.
+        logits: the logits of the rows in this batch.
+        elsewhere: the logits of the same rows in other batches.
+        precision: the coarsest float type that the forward pass casts to.
     """
     if not close_logits(elsewhere, logits, precision):
         raise NotBatchable(INFLUENCE)
@@ -143,21 +144,21 @@ def require_same_alone(
     every: bool,
     precision: torch.dtype,
 ) -> None:
-    """Require that rows give the logits that they give on their own.
+    """Raise `NotBatchable` if the logits of rows differ from those of the rows run alone.
 
-    A model that takes values out of tensors, to branch on them or to make shapes of them, or that
-    computes something from all rows at once, such as the length of the longest one, may treat a
-    whole chunk as it would treat no row of it, and still treat half of it alike.
+    A model that branches on values of tensors, or computes something from all rows at once, such as
+    the length of the longest text, may compute other logits for a batch than for each row alone.
+    Comparing two batches does not show this if it takes the same branch for both.
 
     Args:
-        model: inside `preserve_state`.
+        model: the model, inside `preserve_state`.
         model_input: the rows.
-        logits: of all of them together.
-        every: whether to run every row; two of them otherwise.
-        precision: the type that rounds most on the way to the logits.
+        logits: the logits of all rows, run together.
+        every: whether to run every row alone; otherwise two rows are.
+        precision: the coarsest float type that the forward pass casts to.
     """
     rows = num_samples(model_input.batch)
-    for row in range(rows) if every else some_alone(rows):
+    for row in range(rows) if every else rows_to_run_alone(rows):
         alone = forward_logits(model, model_input.take([row]))
         if not close_logits(alone, logits[row : row + 1], precision):
             raise NotBatchable(INFLUENCE)
@@ -168,16 +169,16 @@ def require_same_alone(
 
 @dataclass(frozen=True)
 class Separation:
-    """A further cotangent by which a chunk shows that each sample's gradients are its own.
+    """Checks that each sample's gradients depend on the cotangent of that sample alone.
 
-    It is one of the chunk's cotangents v with every sample b scaled by a number s_b of its own, so
-    that the norms of the gradients must be s_b times those of v. Where the model mixes samples, by
-    an index, a list or a matrix, a layer has the gradient of one sample scaled by the number of
+    One of the chunk's cotangents v is pulled back again with each sample b scaled by another number
+    s_b: the norms of sample b must be s_b times those along v. If the model mixes samples, by an
+    index, a list or a matrix, some layer has the gradient of one sample scaled by the number of
     another.
 
     Attributes:
-        scales: s_b.
-        precision: the type that rounds most on the way to the logits.
+        scales: s_b for each sample.
+        precision: the coarsest float type that the forward pass casts to.
     """
 
     scales: Float[Tensor, " b"]
@@ -190,40 +191,40 @@ class Separation:
         device: torch.device,
         precision: torch.dtype,
     ) -> "Separation":
-        """Scales from 1 down that differ as much as the precision allows, in a random order.
+        """Choose scales from 1 down to 2⁻⁶ (2⁻³ for 16-bit types), evenly spread, in random order.
 
         Args:
-            samples: how many there are.
-            device: of the cotangents.
-            precision: the type that rounds most on the way to the logits.
+            samples: the number of samples.
+            device: the device of the cotangents.
+            precision: the coarsest float type that the forward pass casts to.
         """
         octaves = 6 if precision in TOLERANCE else 3
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(0))
         return cls((-octaves * order.double() / samples).exp2().to(device), precision)
 
     def scale(self, cotangent: Float[Tensor, "rows c"]) -> Float[Tensor, "rows c"]:
-        """The further cotangent."""
+        """Multiply the rows of each sample b by s_b."""
         rows_per_sample = len(cotangent) // len(self.scales)
-        of_rows = self.scales.repeat_interleave(rows_per_sample)
-        return cotangent * of_rows[:, None].to(cotangent)
+        row_scales = self.scales.repeat_interleave(rows_per_sample)
+        return cotangent * row_scales[:, None].to(cotangent)
 
     def require(
         self,
         plain: dict[str, Float[Tensor, " b"]],
         scaled: dict[str, Float[Tensor, " b"]],
     ) -> None:
-        """Require that norms along the scaled v are s_b times those along v.
+        """Raise `NotBatchable` unless norms along the scaled v are s_b times those along v.
 
         Args:
-            plain: norms along v, by the parameter's name.
-            scaled: norms along the scaled v.
+            plain: the norms along v, by the parameter's name.
+            scaled: the norms along the scaled v, by the parameter's name.
         """
         names = list(plain)
         if not names:
             return
         have = torch.stack([scaled[name] for name in names]).double()
         want = torch.stack([plain[name] for name in names]).double() * self.scales
-        # Of a gradient that is zero but for rounding, rounding is all there is.
+        # A gradient that should be zero consists of rounding errors, which need not scale.
         rounding = 100 * torch.finfo(self.precision).eps * root_of_squares(want.T)
         room = tolerance_of(self.precision) * have.maximum(want) + rounding
         if bool(((have - want).abs() > room).any()):
@@ -231,13 +232,13 @@ class Separation:
 
 
 def require_separate_gradients(pullback: Pullback, precision: torch.dtype) -> None:
-    """Require that each sample's gradients are its own, by two passes along a random direction.
+    """Raise `NotBatchable` if a sample's gradients depend on the cotangents of other samples.
 
-    For where none of the passes that are made anyway can serve.
+    This takes two further passes along a random direction; `measure_separate` needs only one.
 
     Args:
-        pullback: of a traced forward pass.
-        precision: the type that rounds most on the way to the logits.
+        pullback: the pullback of a traced forward pass.
+        precision: the coarsest float type that the forward pass casts to.
     """
     if pullback.samples < 2 or not pullback.factors:
         return
@@ -255,13 +256,16 @@ def measure_separate(
     kind: Kind,
     precision: torch.dtype,
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """What `measure` gives, verified by one further pass along a cotangent scaled by sample.
+    """Compute what `measure` computes, and check the separation of samples by one further pass.
 
     Args:
-        pullback: of a traced forward pass.
+        pullback: the pullback of a traced forward pass.
         cotangents: the directions.
         kind: `l2` or `l1`.
-        precision: the type that rounds most on the way to the logits.
+        precision: the coarsest float type that the forward pass casts to.
+
+    Raises:
+        NotBatchable: if a sample's gradients depend on the cotangents of other samples.
     """
     samples = pullback.samples
     if samples < 2 or not pullback.factors:
@@ -278,13 +282,14 @@ def measure_separate(
 
 @dataclass
 class _OneMoreCotangent:
-    """Cotangents, followed by one of them scaled by sample.
+    """Cotangents, followed by a copy of one of them scaled sample by sample (`Separation`).
 
     Attributes:
         cotangents: the directions.
-        separation: scales the further one.
-        samples: how many there are.
-        number: which of the directions the further one is made of; None if none serves.
+        separation: scales the copy.
+        samples: the number of samples.
+        number: the index of the direction that is copied, set while `blocks` runs; None if every
+            direction is zero for some sample.
     """
 
     cotangents: Cotangents
@@ -293,17 +298,17 @@ class _OneMoreCotangent:
     number: int | None = None
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Blocks of cotangents [k, rows, c] with their scales [k, b]."""
+        """Yield blocks of cotangents [k, rows, c] with their scales [k, b]."""
         chosen: tuple[Tensor, Tensor] | None = None
         before = 0
         for block, scales in self.cotangents.blocks():
             if chosen is None:
-                # All are of one size, but for those that are zero for some sample.
-                of_sample = block.unflatten(1, (self.samples, -1)).flatten(2)
-                serves = of_sample.any(2).all(1).nonzero().flatten().tolist()
-                if serves:
-                    self.number = before + serves[0]
-                    chosen = block[serves[0]].clone(), scales[serves[0]]
+                # A direction serves if it is nonzero for every sample; all have the same size.
+                by_sample = block.unflatten(1, (self.samples, -1)).flatten(2)
+                nonzero = by_sample.any(2).all(1).nonzero().flatten().tolist()
+                if nonzero:
+                    self.number = before + nonzero[0]
+                    chosen = block[nonzero[0]].clone(), scales[nonzero[0]]
             before += len(block)
             yield block, scales
         if chosen is not None:

@@ -20,8 +20,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.directions import Directions
-from qualms.gradients.engines.choice import samples_classes
-from qualms.gradients.engines.layer_cut import late_layers
+from qualms.gradients.engines.choice import uses_class_sampling
+from qualms.gradients.engines.layer_cut import find_layer_cut
 from qualms.gradients.engines.sketch import project_gradients
 from qualms.gradients.layer_table import LayerTable
 from qualms.gradients.layers import total_norms
@@ -129,13 +129,15 @@ class GradientScore(Method):
         return estimates[self]
 
     def is_estimate(self, context: BatchContext) -> bool:
-        """Whether the score is estimated, from random tangents or from a subset of the classes."""
-        return context.model_context.settings.sketch is not None or self.samples_classes(context)
+        """Whether scores come from random tangents, or from some of many classes."""
+        return context.model_context.settings.sketch is not None or self.uses_class_sampling(
+            context
+        )
 
-    def samples_classes(self, context: BatchContext) -> bool:
-        """Whether the score is estimated from a random subset of the classes."""
+    def uses_class_sampling(self, context: BatchContext) -> bool:
+        """Whether some of many classes stand for all of them."""
         settings = context.model_context.settings
-        return self.direction == "classes" and samples_classes(settings, context.num_classes)
+        return self.direction == "classes" and uses_class_sampling(settings, context.num_classes)
 
     def layer_sums(self, context: BatchContext) -> tuple[list[str], Float[Tensor, "b l"]]:
         """Compute Σ_c w_c ‖g_cl‖ⁿ of each layer l, or estimate it from a subset of the classes.
@@ -143,7 +145,7 @@ class GradientScore(Method):
         Returns:
             The names of the layers, and their sums.
         """
-        if self.samples_classes(context):
+        if self.uses_class_sampling(context):
             request = context.request(Directions(("classes",)), self.smooth)
             cache = context.model_context.cache
             return layer_sums_by_few_classes(request, self, cache, context.head_weight)
@@ -152,10 +154,8 @@ class GradientScore(Method):
         return table.layers, torch.einsum("bc,bcl->bl", weights, norms**self.power)
 
     def note(self, context: BatchContext) -> str | None:
-        """Remark that scores are estimated from a subset of the classes, and how accurately; None if
-        they are not.
-        """
-        if not self.samples_classes(context):
+        """Say if scores are estimated from some of the classes, and how well."""
+        if not self.uses_class_sampling(context):
             return None
         tolerance = context.model_context.settings.tolerance or 0.0
         late = ", skipping early layers with a negligible contribution" if self.layers else ""
@@ -334,7 +334,7 @@ def _skip_early_layers(
         The request for the late layers, and the largest share of a score that the skipped early
         layers contribute.
     """
-    late = late_layers(request, lam, context.model_context.cache)
+    late = find_layer_cut(request, lam, context.model_context.cache)
     while late is not None and late.num_early:
         if late.confirm_blindly(request):
             return late.narrow(request), late.share

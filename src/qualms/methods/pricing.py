@@ -13,7 +13,7 @@ from qualms.errors import SlowWarning
 from qualms.gradients.batch import take_samples
 from qualms.gradients.directions import CONTRASTS
 from qualms.gradients.engines.choice import SKETCH_PASSES, row_passes
-from qualms.gradients.engines.layer_cut import late_layers
+from qualms.gradients.engines.layer_cut import find_layer_cut
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.coherence import Coherence
 from qualms.methods.context import BatchContext
@@ -155,15 +155,13 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
         return rows * SKETCH_PASSES * settings.sketch.tangents
     shared = GradientPass.of_scorer(context, smooth)
     directions: float = shared.directions.size(context.num_classes)
-    sampled = [m for m in methods if m.samples_classes(context)]
+    sampled = [m for m in methods if m.uses_class_sampling(context)]
     if sampled:
         sums = class_sums(context, sampled, shared.lam)
         classes = float(sums.first_numbers(context.logits).double().mean())
         directions = classes + directions - context.num_classes
-    late = late_layers(
-        context.request(shared.directions, smooth),
-        shared.lam,
-        model_context.cache,
+    late = find_layer_cut(
+        context.request(shared.directions, smooth), shared.lam, model_context.cache
     )
     names = None if late is None else late.names
     plain = context.request(shared.directions, None)

@@ -1,3 +1,1 @@
-"""The exact engine: norms and inner products of all class gradients, from pieces that the recorder
-left.
-"""
+"""The engines: exact, plain autograd, reference and sketch; and which of them serves a request."""

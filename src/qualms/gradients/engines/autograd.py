@@ -1,8 +1,8 @@
 """Plain autograd, one sample at a time: exact whatever the model does, and slow.
 
-Each gradient is reduced to its norms before the next one is computed, so that C of them never exist
-at once. Graphs of a sample's rows are kept as far as there is room, and made again for every
-direction where there is none.
+Each gradient is reduced to its norms before the next one is computed, so that the gradients of all C
+classes never exist at once. The graphs of a sample's rows are kept as far as memory allows; the
+others are built again for every direction.
 """
 
 from collections.abc import Iterator
@@ -23,21 +23,21 @@ from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.request import GradientRequest
-from qualms.gradients.single_sample import NO_PATH, gradients_of, require_repeatable
+from qualms.gradients.single_sample import NO_PATH, check_repeatable, gradients_of
 from qualms.gradients.tracing.param_use import UseOrder
 from qualms.gradients.tracing.traced_forward import use_order
 
-# Times that a gradient is computed at most, where those of all directions do not fit at once.
+# How often a gradient may be computed, where the gradients of all directions do not fit at once.
 MAX_REPEATS = 8
-Gradient = dict[str, Tensor]  # along one direction, flat, by the parameter's name
+Gradient = dict[str, Tensor]  # one direction's flat gradient [p] of each parameter, by its name
 
 
 @dataclass(frozen=True)
 class AutogradPlan:
-    """What plain autograd needs to know.
+    """The memory of one row, and the order of the parameters.
 
     Attributes:
-        row_bytes: what autograd keeps for one row.
+        row_bytes: the bytes that autograd saves for one row.
         use_order: the order in which the forward pass uses the parameters.
     """
 
@@ -46,43 +46,44 @@ class AutogradPlan:
 
 
 class AutogradEngine:
-    """Computes the gradients of one sample after the other.
+    """Computes gradients by plain autograd, one sample after the other.
 
     Args:
-        cache: of the model.
+        cache: the plans of the model; unused, all engines are created with it.
     """
 
     def __init__(self, cache: PlanCache) -> None:
         self.cache = cache
 
     def plan(self, request: GradientRequest) -> AutogradPlan:
-        """Size the work by the first row."""
+        """Measure the memory of the first row, and find the order of the parameters."""
         first = request.rows(slice(0, 1))
         row_bytes = graph_bytes(request, first.take([0]))
         return AutogradPlan(row_bytes, use_order(request.model, first, request.selected))
 
     def run(self, plan: AutogradPlan, request: GradientRequest) -> ClassNorms:
-        """The norms of all samples."""
+        """Compute the norms of all samples, one sample at a time."""
         parts: list[ClassNorms] = []
-        for one in slices(request.num_samples, 1):
-            sample = request.with_directions_of(one)
-            parts.append(plain_autograd(sample, request.rows(one), plan.row_bytes))
-        return all_selected(ClassNorms.concatenate(parts), request, plan.use_order)
+        for index in slices(request.num_samples, 1):
+            sample = request.with_directions_of(index)
+            parts.append(plain_autograd(sample, request.rows(index), plan.row_bytes))
+        return add_unused_parameters(ClassNorms.concatenate(parts), request, plan.use_order)
 
 
-def all_selected(
+def add_unused_parameters(
     norms: ClassNorms,
     request: GradientRequest,
     order: UseOrder,
 ) -> ClassNorms:
-    """The same norms for all selected parameters, in the model's order.
-
-    A parameter that no sample here uses has norm zero.
+    """Add zeros for selected parameters that no sample uses, and sort by the model's order.
 
     Args:
-        norms: of the samples of the request.
-        request: whose parameters count.
-        order: in which the forward pass uses them.
+        norms: the norms of the samples of the request; changed in place.
+        request: the request, whose `selected` parameters are wanted.
+        order: the order in which the forward pass uses the parameters.
+
+    Returns:
+        `norms` itself.
     """
     number = request.directions.size(norms.logits.shape[1])
     shape: tuple[int, ...] = (request.num_samples, number)
@@ -101,12 +102,15 @@ def plain_autograd(
     model_input: ModelInput,
     row_bytes: int,
 ) -> ClassNorms:
-    """The norms of the gradients of each sample, averaged over its rows.
+    """Compute the norms of each sample's gradients by plain autograd, one sample at a time.
+
+    A sample's gradients are averaged over its rows before the norm is taken.
 
     Args:
-        request: the directions are those of these samples.
+        request: the request; its directions are those of the samples in `model_input`, which may
+            be a part of its batch.
         model_input: the rows of the samples.
-        row_bytes: what autograd keeps for one row.
+        row_bytes: the bytes that autograd saves for one row.
 
     Raises:
         QualmsError: if one row and one of its gradients do not fit into memory.
@@ -126,7 +130,7 @@ def plain_autograd(
 
 
 def graph_bytes(request: GradientRequest, row: ModelInput) -> int:
-    """What autograd keeps for one row."""
+    """The bytes that autograd saves in a forward pass over one row."""
     constants = {p.untyped_storage().data_ptr() for p in request.model.parameters()}
     with all_parameters_differentiable(request.model), saved_bytes(constants) as total:
         forward_logits(request.model, row)
@@ -134,6 +138,7 @@ def graph_bytes(request: GradientRequest, row: ModelInput) -> int:
 
 
 def _measure(graphs: "SampleGraphs", gradient_bytes: int) -> dict[str, Tensor]:
+    """Norms [1, m], or inner products [1, m, m], of one sample's gradients."""
     if graphs.request.gram:
         return _inner_products(graphs, _count_held(graphs, gradient_bytes))
     return _norms(graphs)
@@ -151,10 +156,10 @@ def _norms(graphs: "SampleGraphs") -> dict[str, Float[Tensor, "1 m"]]:
 
 
 def _count_held(graphs: "SampleGraphs", gradient_bytes: int) -> int:
-    """How many gradients of a sample are held at once for their inner products.
+    """How many of a sample's gradients are held in memory at once for their inner products.
 
     Raises:
-        QualmsError: if so few fit that each would be computed too often.
+        QualmsError: if so few fit that a gradient would be computed more than `MAX_REPEATS` times.
     """
     number, room = graphs.directions.number, graphs.request.budget // 2
     fewest = -(-number // MAX_REPEATS)
@@ -166,13 +171,14 @@ def _inner_products(
     graphs: "SampleGraphs",
     held: int,
 ) -> dict[str, Float[Tensor, "1 m m"]]:
-    """⟨g_i, g_j⟩, a block of i at a time.
+    """Compute ⟨g_i, g_j⟩ for all directions of one sample, a block of i at a time.
 
-    Where the blocks do not all fit, the gradients after a block are computed again.
+    Each block is multiplied with the gradients j from its start on, which are computed again for
+    every block.
 
     Args:
-        graphs: of one sample.
-        held: how many gradients are held at once.
+        graphs: the rows of the sample.
+        held: the number of gradients in a block.
     """
     number = graphs.directions.number
     values: dict[str, Tensor] = {}
@@ -191,11 +197,11 @@ def _inner_products(
 class _HeldGradients:
     """A block of gradients, each divided by its largest entry.
 
-    The products of two may not fit 32 bits.
+    Without the division, products of two gradients may underflow or overflow in float32.
 
     Args:
-        start: the number of the first direction.
-        size: how many directions there are in the block.
+        start: the index of the block's first direction.
+        size: the number of directions in the block.
     """
 
     def __init__(self, start: int, size: int) -> None:
@@ -210,12 +216,15 @@ class _HeldGradients:
         gradient: Gradient,
         scale: Float[Tensor, ""],
     ) -> dict[str, Float[Tensor, " n"]]:
-        """Inner products of a gradient with those held so far; it is held if it is in the block.
+        """Multiply a gradient with those held so far; the gradient is held too if the block has room.
 
         Args:
-            number: of its direction.
-            gradient: by the parameter's name.
-            scale: what the gradient is to be multiplied with.
+            number: the index of the gradient's direction.
+            gradient: the flat gradient [p] of each parameter, by name.
+            scale: the number that the gradient has to be multiplied by.
+
+        Returns:
+            For each parameter the inner products [n] with the n gradients held, in float64.
         """
         is_held = len(self.scales) < self.size
         if is_held:
@@ -229,10 +238,10 @@ class _HeldGradients:
                 self.units[name] = scale.new_zeros(self.size)
             rows, units = self.rows[name], self.units[name]
             largest = torch.linalg.vector_norm(g, torch.inf)
-            one, unit = g / torch.where(largest > 0, largest, 1.0), largest.double()
+            normalized, unit = g / torch.where(largest > 0, largest, 1.0), largest.double()
             if is_held:
-                rows[number - self.start], units[number - self.start] = one, unit
-            products[name] = (rows[:count] @ one) * units[:count] * unit * scales * scale
+                rows[number - self.start], units[number - self.start] = normalized, unit
+            products[name] = (rows[:count] @ normalized) * units[:count] * unit * scales * scale
         return products
 
 
@@ -240,9 +249,12 @@ class SampleGraphs:
     """The rows of one sample, run one at a time; the graphs of the first rows are kept.
 
     Args:
-        request: the directions are those of this sample.
-        rows: of the sample.
-        kept_rows: how many graphs fit into memory.
+        request: the request; its directions are those of this sample.
+        rows: the rows of the sample.
+        kept_rows: the number of graphs that fit into memory.
+
+    Raises:
+        QualmsError: if a second run of a row gives other logits.
     """
 
     def __init__(
@@ -263,11 +275,14 @@ class SampleGraphs:
                     logits.append(forward_logits(request.model, rows.take([row])))
         self.logits = torch.cat(logits)
         for row, z in enumerate(self.logits):
-            require_repeatable(request.model, rows.take([row]), z[None])
+            check_repeatable(request.model, rows.take([row]), z[None])
         self.directions = request.directions.along(self.logits[None])
 
     def gradients(self, start: int = 0) -> Iterator[tuple[Gradient, Float[Tensor, ""]]]:
-        """g and s of each direction from number `start` on: the gradient along it is s g."""
+        """Yield (g, s) for each direction from index `start` on; the gradient along it is s·g.
+
+        g is summed over the sample's rows; the cotangents are already divided by their number.
+        """
         for cotangent, scale in islice(self._cotangents(), start, None):
             total: Gradient = {}
             for row, v in enumerate(cotangent.to(self.logits.dtype)):
@@ -275,6 +290,7 @@ class SampleGraphs:
             yield total, scale
 
     def _cotangents(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the cotangent [r, c] of each direction, and its scale."""
         for block, scales in self.directions.blocks():
             yield from zip(block, scales[:, 0], strict=True)
 
@@ -284,15 +300,17 @@ class SampleGraphs:
         row: int,
         cotangent: Float[Tensor, " c"],
     ) -> None:
+        """Add one row's gradient along a cotangent to `total`."""
         graph = self._graphs[row] if row < len(self._graphs) else self._graph(row)
         selected = self.request.selected
-        found = gradients_of(graph, list(selected.values()), cotangent[None])
-        for name, g in zip(selected, found, strict=True):
+        gradients = gradients_of(graph, list(selected.values()), cotangent[None])
+        for name, g in zip(selected, gradients, strict=True):
             if g is not None:
                 flat = at_least_float32(g).reshape(-1)
                 total[name] = total[name] + flat if name in total else flat
 
     def _graph(self, row: int) -> Tensor:
+        """The logits [1, c] of a row, with their graph."""
         with all_parameters_differentiable(self.request.model):
             logits = forward_logits(self.request.model, self.rows.take([row]))
         if not logits.requires_grad:

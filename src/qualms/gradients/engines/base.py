@@ -20,8 +20,8 @@ PlanT = TypeVar("PlanT")
 class Engine(Protocol[PlanT]):
     """One way to compute the gradients of a request.
 
-    An engine is made with the `PlanCache` of its model, from which it takes what earlier batches
-    have shown, and in which it keeps what it finds out.
+    An engine is created with the `PlanCache` of its model: it reads the plans and measurements of
+    earlier batches from it, and stores new ones in it.
     """
 
     def plan(self, request: GradientRequest) -> PlanT | Fallback:
@@ -31,8 +31,8 @@ class Engine(Protocol[PlanT]):
             request: what to compute.
 
         Returns:
-            A plan for `run`: what is known of the model, how many samples run at once, and whatever
-            else the engine decides beforehand.
+            A plan for `run`: facts about the model, how many samples run at once, and whatever else
+            the engine decides beforehand.
         """
 
     def run(self, plan: PlanT, request: GradientRequest) -> "ClassNorms":
@@ -51,30 +51,30 @@ class Engine(Protocol[PlanT]):
 class ClassNorms:
     """What an engine returns: a value for each sample, direction and parameter.
 
-    In double precision: ‖g‖ of a confident prediction is zero in 32 bits.
+    Stored in float64: in float32, ‖g‖ of a confident prediction underflows to 0.
 
     Attributes:
         values: by the parameter's name, in order of first use, [b, m]: ‖g‖ (l2) or Σ|g| (l1) for
             each sample and direction; or [b, m, m], the inner products between directions (gram).
-        logits: of the samples as the engine ran them.
-        general: parameters that no rule covered.
-        errors: standard errors of the values, where they are estimates. The names of both are then
-            those of layers, not of parameters.
-        left_out: the largest share of Σ_l a_l ‖g_l‖ that layers which were left out were seen to
-            add.
-        num_left_out: how many of the first layers were left out.
+        logits: the logits of the samples, as the engine ran them.
+        without_rule: the parameters without a fast gradient rule.
+        errors: standard errors, if `values` are estimates; both dicts are then keyed by layer
+            instead of parameter.
+        left_out: the largest observed share of Σ_l a_l ‖g_l‖ that the early layers left out
+            contribute.
+        num_left_out: the number of early layers left out.
     """
 
     values: dict[str, Tensor]
     logits: Float[Tensor, "b c"]
-    general: set[str]
+    without_rule: set[str]
     errors: dict[str, Tensor] | None = None
     left_out: float = 0.0
     num_left_out: int = 0
 
     @classmethod
     def concatenate(cls, parts: "list[ClassNorms]") -> "ClassNorms":
-        """The samples of all parts, in their order."""
+        """Concatenate the results of consecutive parts of the samples."""
         last = parts[-1]
         errors = None
         if last.errors is not None:
@@ -82,7 +82,7 @@ class ClassNorms:
         return cls(
             _concatenate([p.values for p in parts], parts),
             torch.cat([p.logits for p in parts]),
-            set().union(*(p.general for p in parts)),
+            set().union(*(p.without_rule for p in parts)),
             errors,
             last.left_out,
             last.num_left_out,
@@ -93,13 +93,13 @@ def _concatenate(
     tables: list[dict[str, Tensor]],
     parts: list[ClassNorms],
 ) -> dict[str, Tensor]:
-    """Tables of consecutive samples as one.
+    """Concatenate the tables of consecutive parts of the samples, name by name.
 
-    A parameter that the logits of a part do not depend on has gradient zero there.
+    A name that is missing from a part gets zeros there: its logits do not depend on the parameter.
 
     Args:
-        tables: one for each part, by name [b, …].
-        parts: the parts that the tables belong to.
+        tables: for each part, a dict of tensors [b, …] by parameter or layer.
+        parts: the parts that the tables belong to, in the same order.
     """
     shapes: dict[str, torch.Size] = {}
     for table in tables:
@@ -123,12 +123,15 @@ def run_first(
     request: GradientRequest,
     cache: PlanCache,
 ) -> ClassNorms:
-    """Run the first of several engines that can handle a request.
+    """Run the first engine that can serve a request.
 
     Args:
-        engines: in order of preference.
+        engines: engines in order of preference.
         request: what to compute.
-        cache: where the user is warned if what is done instead is slow.
+        cache: the model's cache, which warns the user once for each slow fallback.
+
+    Raises:
+        QualmsError: if no engine can serve the request.
     """
     reason = "there is no engine"
     for engine in engines:
@@ -142,8 +145,8 @@ def run_first(
 
 
 def combine_parameters(values: Iterable[Tensor], kind: str) -> Tensor:
-    """Combine the norms of several parameters: (Σ‖g‖²)^½ for l2, else the sum.
+    """Combine per-parameter values: the root of the sum of squares for `l2`, else the sum.
 
-    `hypot` keeps squares that are zero in 64 bits.
+    `hypot` avoids underflow of the squares.
     """
     return reduce(torch.hypot if kind == "l2" else torch.add, values)

@@ -1,14 +1,15 @@
-"""Which engine handles a request, decided in one place, by counted work and not by the clock.
+"""Chooses the engine from an operation count, not from timings, so every machine chooses alike.
 
-The exact engine pays one backward pass for each class. Multiplications are counted, in units of
-those of a forward pass: a backward pass through the activations takes as many again, and the norms
-of a layer's gradients take whichever of two ways has fewer. So the same model has the same choice
-on every machine. `engine="auto"` means:
+The unit is one forward pass; a backward pass through the activations counts as one more, plus the
+cheaper of two ways to compute each layer's norms. The exact engine takes one backward pass for each
+class. `engine="auto"` means:
 
-- Scores: up to `MAX_EXACT_PASSES` forward passes per row that is run, all classes are measured.
-  Beyond, as few of them as a standard error of `TOLERANCE` allows (`class_sampling.py`), and of
-  `+layers` scores the late layers alone (`layer_cut.py`).
-- Norms of every class and layer: beyond that, a sketch, if it takes fewer passes.
+- Scores: if exact gradients take at most `MAX_EXACT_PASSES` forward passes a row, all classes are
+  measured. Otherwise as few classes as a standard error of `TOLERANCE` allows (`class_sampling.py`),
+  and for `+layers` scores only the late layers (`layer_cut.py`).
+- Norms of every class and layer: above the same limit a sketch, if it takes fewer passes.
+
+Whether a score samples classes is asked in `methods/gradient_score.py`, by `uses_class_sampling`.
 """
 
 import logging
@@ -35,19 +36,21 @@ from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings, Sketch
 
 log = logging.getLogger("qualms")
-MAX_EXACT_PASSES = 60.0  # forward passes that exact gradients of a row may take
+MAX_EXACT_PASSES = 60.0  # the most forward passes that exact gradients of a row may take
 TOLERANCE = 0.03  # the standard error of estimates, as a share of the score
-SKETCH_PASSES = 3.0  # of a tangent: a forward pass, and twice as much for the derivative
-FORWARD_PASSES = 2.0  # the traced one, and the plain one that it is compared with
-AUTOGRAD_PASSES = 2.0  # a backward pass by plain autograd, with the gradients of the weights
+SKETCH_PASSES = 3.0  # cost of one tangent: a forward pass, and twice as much for the derivative
+FORWARD_PASSES = 2.0  # cost of the traced forward pass and the plain one it is compared with
+AUTOGRAD_PASSES = 2.0  # cost of a backward pass by plain autograd, weight gradients included
 
 
 def engines_for(request: GradientRequest, cache: PlanCache) -> list[Engine[Any]]:
-    """The engines for a request, in order of preference: the first that can plan it runs.
+    """List the engines for a request in order of preference.
+
+    `run_first` runs the first whose plan is not a `Fallback`.
 
     Args:
         request: what to compute.
-        cache: of the model.
+        cache: the plans of the model.
     """
     if request.settings.sketch is not None:
         return [SketchEngine(cache)]
@@ -65,16 +68,19 @@ def resolve_engine(
     classes: int,
     cache: PlanCache,
 ) -> Settings:
-    """The settings with the engine and the tolerance that scores of this model will have.
+    """Replace `auto` and a tolerance of None by the engine and tolerance that scores will use.
 
-    An engine that was named is kept: without a tolerance, `exact` is exact.
+    An explicitly named engine is kept; its tolerance defaults to 0, so `exact` uses every class.
 
     Args:
-        settings: as they were given; `auto` and a tolerance of None are what is resolved.
+        settings: the settings as the user gave them.
         model: the model, inside `preserve_state`.
         batch: samples like those to be scored.
-        classes: of the model.
-        cache: where the plan is kept.
+        classes: the number of classes of the model.
+        cache: the plans of the model, to which the plan made here is added.
+
+    Returns:
+        The settings with an engine other than `auto` and a tolerance.
     """
     tolerance = settings.tolerance or 0.0
     if settings.engine != "auto":
@@ -98,11 +104,12 @@ def resolve_layer_engine(
     model: nn.Module,
     batch: Batch,
 ) -> Settings:
-    """The settings with the engine for norms of all classes and layers.
+    """Replace `auto` by the engine for norms of all classes and layers: `exact` or `sketch`.
+
+    A sketch here takes k tangents for each layer.
 
     Args:
-        settings: as they were given; only `auto` is resolved, to `exact` or to a `sketch` with
-            tangents for each layer.
+        settings: the settings as the user gave them.
         model: the model, inside `preserve_state`.
         batch: samples like those to be measured.
     """
@@ -130,24 +137,24 @@ def resolve_layer_engine(
     return replace(settings, engine="sketch")
 
 
-def samples_classes(settings: Settings, classes: int) -> bool:
-    """Whether scores that are sums over classes are estimated from some of them.
+def uses_class_sampling(settings: Settings, classes: int) -> bool:
+    """Whether a score that is a sum over classes is estimated from a random subset of the classes.
 
     Args:
-        settings: as resolved by `resolve_engine`.
-        classes: of the model.
+        settings: the settings that `resolve_engine` returned.
+        classes: the number of classes of the model.
     """
     has_many = classes >= MIN_CLASSES
     return has_many and bool(settings.tolerance) and settings.engine_name == "exact"
 
 
 def exact_passes(request: GradientRequest, classes: int, cache: PlanCache) -> float:
-    """Forward passes that the gradients of all classes of one row take, as counted.
+    """The cost of the exact gradients of all classes of one row, in forward passes.
 
     Args:
-        request: samples like those to be measured.
-        classes: of the model.
-        cache: where the plan is kept.
+        request: a request for samples like those to be measured.
+        classes: the number of classes of the model.
+        cache: the plans of the model, to which the plan made here is added.
     """
     plan = ExactEngine(cache).plan(request)
     if isinstance(plan, Fallback):
@@ -162,24 +169,24 @@ def row_passes(
     cache: PlanCache,
     names: frozenset[str] | None = None,
 ) -> float:
-    """Forward passes that some gradients of one row take by the exact engine, as counted.
+    """The cost of some gradients of one row by the exact engine, in forward passes.
 
-    The plain forward pass that the traced one is compared with is not counted: scores share it.
+    The plain forward pass that the traced one is compared with is not counted: all scores share it.
 
     Args:
-        request: samples like those to be measured.
-        directions: how many gradients there are.
-        cache: where the plan is kept.
+        request: a request for samples like those to be measured.
+        directions: the number of gradients for the row, on average.
+        cache: the plans of the model, to which the plan made here is added.
         names: the parameters whose gradients are wanted; None for all.
     """
     plan = ExactEngine(cache).plan(request)
     if isinstance(plan, Fallback):
         return 1 + AUTOGRAD_PASSES * directions
-    # One further pass shows that samples are separate.
+    # One forward pass, and one further backward pass that shows that samples are separate.
     return 1 + (directions + 1) * plan.pass_cost(round(directions), names)
 
 
 def _request(model: nn.Module, batch: Batch, settings: Settings) -> GradientRequest:
-    """The gradients of all classes."""
+    """A request for the gradients of all classes."""
     numbers = range(num_samples(batch))
     return GradientRequest(model, batch, numbers, settings, Directions(("classes",)))

@@ -1,4 +1,4 @@
-"""Few classes of many: Σ_c w_c ‖g_c‖ⁿ from the largest terms and a random sample of the others.
+"""Estimates Σ_c w_c ‖g_c‖ⁿ from the classes that count most and a random sample of the others.
 
 Each class of each sample has a size s_c = |w_c| ℓ_cⁿ, with ℓ_c an estimate of its gradient's length
 up to a factor. Behind a linear classifier with rows w_c, all gradients but the classifier's own are
@@ -7,18 +7,19 @@ own follow ‖e_c - p‖. So ℓ_c² is ‖w_c - w̄‖², in units of its mean,
 other models it is ‖e_c - p‖² alone. On ImageNet networks the ratio of ‖g_c‖ to ℓ_c varies little
 among the classes of an image with layer weights, and two or three times as much without.
 
-Of m classes that are measured, those whose size is at least an m-th of what is left are certain to
-be taken; the others enter with chances π_c proportional to their sizes, drawn systematically, in
-one walk over the classes in steps of equal size, in an order and from a start that all samples
-share, so that most of the noise is common to them. Then
+m classes are measured. Largest first, a class is certain to be taken if its size is at least 1/j of
+the sizes not yet taken, with j classes still to draw; the others are taken with probabilities π_c
+proportional to their sizes, by systematic sampling: one walk over the classes in steps of equal
+size. Its order and start are the same for all samples, so that most of the noise is common to them.
+Then
 
     Σ_{c drawn} w_c ‖g_c‖ⁿ / π_c
 
 has the right mean whatever the norms are (Horvitz & Thompson, J. ASA 1952). Its standard error
-comes from the spread of its terms (Hájek, Ann. Math. Stat. 1964). A handful of terms shows a spread
-poorly, so it is averaged with what the classes of a sample usually show, counted as four more
-terms, unless it is larger, and widened by Student's t: the true sum is within two such errors in
-about 95 % of all cases. There is none if the norms are proportional to the sizes.
+comes from the spread of its terms (Hájek, Ann. Math. Stat. 1964). A few terms estimate a spread
+poorly, so a spread smaller than usual is averaged with the usual one, which counts as four more
+terms; and the error is widened by Student's t: the true sum is within two such errors in about 95 %
+of all cases. If the norms are proportional to the sizes, the estimate is exact.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,44 +34,46 @@ from qualms.gradients.precision import at_least_float32
 from qualms.random import generator
 
 STREAM = 1_000_000_009  # separates the start of the walk from other draws
-MIN_CLASSES = 25  # of a model: with fewer, all of them are measured
-# The usual standard deviation of ‖g_c‖ / ℓ_c among a sample's classes, relative to its mean: of the
-# late layers, or with layer weights; and of all layers alike.
+MIN_CLASSES = 25  # a model with fewer classes has all of them measured
+# The usual standard deviation of ‖g_c‖ / ℓ_c among a sample's classes, relative to its mean: for
+# gradients of late layers, or with layer weights; and for gradients of all layers alike.
 LATE_SPREAD = 0.045
 WHOLE_SPREAD = 0.10
-PRIOR_TERMS = 4  # that the usual spread counts for
-OWN_SHARE = 0.25  # of ‖e_c - p‖² in ℓ_c²
+PRIOR_TERMS = 4  # the number of terms that the usual spread counts as
+CLASSIFIER_SHARE = 0.25  # the weight of ‖e_c - p‖² in ℓ_c²
 Sizes = Callable[[Float[Tensor, "b c"]], Float[Tensor, "b c"]]  # from p to s_c
 
 
-# The sizes of classes, and their chances to be drawn.
+# The sizes of classes, and the probabilities with which they are drawn.
 
 
 def class_lengths(
     probs: Float[Tensor, "b c"],
     weight: Float[Tensor, "c d"] | None = None,
 ) -> Float[Tensor, "b c"]:
-    """ℓ_c, an estimate of ‖g_c‖ up to a factor.
+    """ℓ_c, a guess at ‖g_c‖ up to a factor that all classes share.
 
     Args:
-        probs: p.
-        weight: the rows w_c of the linear classifier, if there is one.
+        probs: the probabilities p of the classes.
+        weight: the rows w_c of the final linear layer; None if the model has none.
     """
-    own = sum_of_others(probs).square() + sum_of_others(probs.square())  # ‖e_c - p‖²
+    # ‖e_c - p‖²: the squared gradient of the final layer itself, up to a factor.
+    squares = sum_of_others(probs).square() + sum_of_others(probs.square())
     if weight is None:
-        return own.sqrt()
+        return squares.sqrt()
     rows = at_least_float32(weight.detach())
     norms = rows.square().sum(-1)
     best = probs.argmax(-1)
-    # From the likeliest class, so that nothing cancels where its probability is nearly 1: w̄ =
-    # w_best + u.
-    rest = probs.scatter(-1, best[:, None], 0).to(rows)
-    u = rest @ rows - rest.sum(-1, keepdim=True) * rows[best]
+    # w̄ = w_best + u with u = Σ_{k≠best} p_k (w_k - w_best): measured from the likeliest class,
+    # nothing cancels where its probability is nearly 1.
+    other_probs = probs.scatter(-1, best[:, None], 0).to(rows)
+    u = other_probs @ rows - other_probs.sum(-1, keepdim=True) * rows[best]
     mean = rows[best] + u
-    apart = norms - 2 * mean @ rows.T + mean.square().sum(-1, keepdim=True)  # ‖w_c - w̄‖²
-    apart = apart.scatter(-1, best[:, None], u.square().sum(-1, keepdim=True)).clamp_min(0)
+    distances = norms - 2 * mean @ rows.T + mean.square().sum(-1, keepdim=True)  # ‖w_c - w̄‖²
+    distances = distances.scatter(-1, best[:, None], u.square().sum(-1, keepdim=True)).clamp_min(0)
+    # The mean of ‖w_c - mean w‖² over the classes, by which distances are divided.
     unit = (norms.mean() - rows.mean(0).square().sum()).clamp_min(torch.finfo(rows.dtype).tiny)
-    return ((apart / unit).to(own) + OWN_SHARE * own).sqrt()
+    return ((distances / unit).to(squares) + CLASSIFIER_SHARE * squares).sqrt()
 
 
 def class_sizes(
@@ -78,7 +81,13 @@ def class_sizes(
     lengths: Float[Tensor, "b c"],
     power: int = 1,
 ) -> Float[Tensor, "b c"]:
-    """|w_c| ℓ_cⁿ, as shares of their sum."""
+    """s_c = |w_c| ℓ_cⁿ, divided by their sum over the classes.
+
+    Args:
+        weights: w_c, the weight of each class in the score.
+        lengths: ℓ_c, from `class_lengths`.
+        power: n.
+    """
     sizes = weights.abs() * lengths**power
     return sizes / sizes.sum(-1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)
 
@@ -87,16 +96,16 @@ def inclusion_chances(
     sizes: Float[Tensor, "b c"],
     number: int,
 ) -> Float[Tensor, "b c"]:
-    """π_c of so many classes: 1 for the largest, proportional to the sizes of the others."""
+    """π_c, which sum to `number`: 1 for the largest classes, else proportional to the size."""
     ordered, order = sizes.sort(dim=-1, descending=True)
-    left = ordered.flip(-1).cumsum(-1).flip(-1)  # from each on
+    left = ordered.flip(-1).cumsum(-1).flip(-1)  # the sum of the sizes from each place on
     to_draw = (number - torch.arange(sizes.shape[-1], device=sizes.device)).clamp_min(0)
     is_large = (ordered * to_draw >= left) & (to_draw > 0)
     certain = is_large.long().cumprod(-1).bool()
     taken = certain.sum(-1, keepdim=True)
-    rest = torch.where(certain, 0, ordered).sum(-1, keepdim=True)
-    rest = rest.clamp_min(torch.finfo(sizes.dtype).tiny)
-    proportional = ((number - taken) * ordered / rest).clamp_max(1)
+    uncertain_size = torch.where(certain, 0, ordered).sum(-1, keepdim=True)
+    uncertain_size = uncertain_size.clamp_min(torch.finfo(sizes.dtype).tiny)
+    proportional = ((number - taken) * ordered / uncertain_size).clamp_max(1)
     chances = torch.where(certain, 1.0, proportional)
     return torch.zeros_like(chances).scatter(-1, order, chances)
 
@@ -106,21 +115,24 @@ def walk(
     number: int,
     noise: torch.Generator,
 ) -> Int[Tensor, "b m"]:
-    """Classes drawn systematically: one walk over them, in steps of 1.
+    """Draw m classes of each sample by systematic sampling with probabilities π_c.
+
+    The classes are laid end to end, each as long as its π_c, in a random order; the class at every
+    step of length 1 from a random start is drawn.
 
     Args:
-        chances: π_c of each sample.
-        number: m, how many are drawn.
-        noise: gives the order of the classes and the start, which all samples share.
+        chances: π_c of each sample, which sum to m.
+        number: m, the number of classes drawn.
+        noise: the generator of the order and the start, which all samples share.
     """
-    # In a random order: classes in a periodic one would fall into step with the walk.
+    # A random order: regularly spaced large classes would fall into step with the walk.
     mixed = torch.randperm(chances.shape[-1], generator=noise).to(chances.device)
-    # Those that are certain stand first, so that every step of the walk before the others meets one
-    # of them.
+    # Certain classes (π_c = 1) come first: each of the first steps then draws one of them.
     order = mixed[(chances[:, mixed] < 1).long().argsort(dim=-1, stable=True)]
     reached = chances.gather(-1, order).cumsum(-1)
     start = float(torch.rand((), generator=noise, dtype=torch.double))
     steps = (torch.arange(number, device=chances.device) + start).to(reached)
+    # The first place whose cumulated π_c exceeds a step is the class that the step draws.
     places = torch.searchsorted(reached, steps.expand(len(reached), -1).contiguous(), right=True)
     return order.gather(-1, places.clamp_max(chances.shape[-1] - 1))
 
@@ -130,12 +142,12 @@ def walk(
 
 @dataclass(frozen=True)
 class SampledClasses(Directions):
-    """e_c - p for some classes c of each sample, drawn by its logits.
+    """Directions e_c - p for random classes c of each sample, drawn by sizes computed from its logits.
 
     Args:
-        sizes: from probabilities to the sizes s_c.
-        number: how many classes.
-        seed: of the draws.
+        sizes: maps probabilities [b, c] to the sizes s_c.
+        number: the number of classes drawn for each sample.
+        seed: the random seed of the draws.
     """
 
     sizes: Sizes
@@ -151,23 +163,27 @@ class SampledClasses(Directions):
         logits: Logits,
         block_bytes: int,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The directions in logit space; the classes are those of the sample itself, row 0."""
+        """Yield the directions; the classes are drawn by the sample itself, row 0 of its rows."""
         classes, _ = self.draw(logits[:, 0])
         for column in classes.T:
             yield _block(of_class(logits, column), logits)
 
     def draw(self, logits: Float[Tensor, "b c"]) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
-        """The classes of each sample, and the chances π_c with which they were drawn."""
+        """Draw classes for each sample; returns them with the probabilities π_c of drawing them."""
         return _draw(self.chances(logits), self.number, generator(self.seed, STREAM))
 
     def chances(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """π_c: 1 for the classes that count most, proportional to the sizes of the others."""
+        """π_c of every class: 1 for the largest classes, else proportional to the size."""
         return inclusion_chances(self.sizes(logits.detach().double().softmax(-1)), self.number)
 
 
 @dataclass(frozen=True, eq=False)
 class ChosenClasses(Directions):
-    """e_c - p for classes c that were chosen beforehand, of each sample its own."""
+    """Directions e_c - p for classes c that are given, m classes for each sample.
+
+    Args:
+        chosen: the indices of the classes.
+    """
 
     chosen: Int[Tensor, "b m"]
 
@@ -176,7 +192,7 @@ class ChosenClasses(Directions):
         return self.chosen.shape[1]
 
     def of_samples(self, some: slice) -> "ChosenClasses":
-        """Those of some of the samples."""
+        """The directions of some of the samples."""
         return ChosenClasses(self.names, self.chosen[some])
 
     def _blocks(
@@ -190,11 +206,15 @@ class ChosenClasses(Directions):
 
 @dataclass(frozen=True)
 class ContrastedClasses(SampledClasses):
-    """e_b - p, e_b, and e_c - e_b for some classes c, b the likeliest class.
+    """Directions e_b - p, e_b, and e_c - e_b for some classes c; b is the likeliest class.
 
-    First for `sample` classes c drawn alike, the same for all samples of all models with as many
-    classes, then for the classes drawn for each sample. All other inner products follow from
-    theirs, and nothing cancels: e_c = e_b + (e_c - e_b), and e_c - p = (e_b - p) + (e_c - e_b).
+    The classes c are first `sample` classes that are the same for all samples, and for all models
+    with as many classes; then the classes drawn for each sample. Inner products along e_c and
+    e_c - p follow from inner products along these directions, and nothing cancels:
+    e_c = e_b + (e_c - e_b), and e_c - p = (e_b - p) + (e_c - e_b).
+
+    Args:
+        sample: the number of classes that all samples share.
     """
 
     sample: int
@@ -204,7 +224,7 @@ class ContrastedClasses(SampledClasses):
         return 2 + self.sample + self.number
 
     def sampled(self, classes: int) -> Int[Tensor, " n"]:
-        """The classes that are drawn alike."""
+        """The classes that all samples share, a random choice that depends on `classes` alone."""
         mixed = torch.randperm(classes, generator=torch.Generator().manual_seed(classes))
         return mixed[: self.sample]
 
@@ -214,12 +234,12 @@ class ContrastedClasses(SampledClasses):
         block_bytes: int,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         best = logits[:, 0].argmax(-1)
-        alike = self.sampled(logits.shape[-1]).to(best).expand(len(best), -1)
+        shared = self.sampled(logits.shape[-1]).to(best).expand(len(best), -1)
         drawn, _ = self.draw(logits[:, 0])
         of_best = _one_hot(best, logits)
         yield _block(of_class(logits, best), logits)
         yield _block(of_best, logits)
-        for column in torch.cat([alike, drawn], dim=1).T:
+        for column in torch.cat([shared, drawn], dim=1).T:
             yield _block(_one_hot(column, logits) - of_best, logits)
 
 
@@ -228,7 +248,7 @@ def _draw(
     number: int,
     noise: torch.Generator,
 ) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
-    """So many classes, and the chances with which they were drawn."""
+    """Draw `number` classes for each sample; returns them with the probabilities of drawing them."""
     classes = walk(chances, number, noise)
     return classes, chances.gather(-1, classes)
 
@@ -237,7 +257,7 @@ def _one_hot(
     classes: Int[Tensor, " b"],
     logits: Logits,
 ) -> Float[Tensor, "1 b r c"]:
-    """e_c of one class of each sample."""
+    """e_c of one class of each sample, in all of its rows."""
     place = classes[:, None, None].expand(*logits.shape[:2], 1)
     return torch.zeros_like(logits, dtype=torch.double).scatter(-1, place, 1)[None]
 
@@ -246,7 +266,7 @@ def _block(
     directions: Float[Tensor, "1 b r c"],
     logits: Logits,
 ) -> tuple[Tensor, Tensor]:
-    """One direction of each sample as a block of `Cotangents`."""
+    """Make a block of `Cotangents` from one direction of each sample, divided by its rows r."""
     return scale_to_unit(directions.flatten(1, 2) / logits.shape[1], len(logits))
 
 
@@ -259,13 +279,16 @@ def expected_error(
     number: int,
     spread: float,
 ) -> Float[Tensor, " b"]:
-    """The relative standard error to expect: spread Σ_c s_c / √m over the m classes left to chance.
+    """The relative standard error to expect of an estimate from `number` classes.
+
+    spread · Σ_c s_c / √d, summed over the classes that are not certain to be drawn; d are drawn of
+    them.
 
     Args:
         sizes: s_c, which sum to 1.
-        chances: with which so many classes are drawn.
-        number: of classes.
-        spread: of what is summed, over its size.
+        chances: π_c, the probabilities with which classes are drawn.
+        number: the number of classes drawn, certain classes included.
+        spread: the relative standard deviation of t_c / s_c among the classes, t_c what is summed.
     """
     left = torch.where(chances < 1, sizes, 0).sum(-1)
     drawn = (number - (chances == 1).sum(-1)).clamp_min(1)
@@ -277,49 +300,52 @@ def estimate(
     chances: Float[Tensor, "b d"],
     spread: float | Float[Tensor, "m 1"] = LATE_SPREAD,
 ) -> tuple[Float[Tensor, "*m b"], Float[Tensor, "*m b"]]:
-    """Σ_c t_c / π_c over the classes that were drawn, and its standard error.
+    """Estimate the sum of t_c over all classes from the classes drawn, with its standard error.
 
-    It estimates the sum of the terms t_c of all classes. With d of them left to chance, its squared
-    error is v Σ_c (1 - π_c), v the variance of t_c / π_c. That is the mean of the one found, with
-    d - 1 degrees of freedom, and the usual one, (spread · mean)², with PRIOR_TERMS; but never less
-    than the one found.
+    The estimate is Σ_c t_c / π_c over the classes drawn. With d of them not certain (π_c < 1), its
+    squared error is v Σ_c (1 - π_c), v the variance of t_c / π_c. v is the mean of the sample
+    variance, with d - 1 degrees of freedom, and the usual variance, (spread · mean)², with
+    PRIOR_TERMS; but never less than the sample variance.
 
     Args:
-        terms: t_c.
-        chances: π_c.
-        spread: the usual one, of each method.
+        terms: t_c of the classes drawn, for m methods.
+        chances: π_c of the classes drawn.
+        spread: the usual relative standard deviation of t_c / π_c, for each method.
+
+    Returns:
+        The estimates, and their standard errors.
     """
     tiny = torch.finfo(chances.dtype).tiny
-    each = terms / chances.clamp_min(tiny)
+    ratios = terms / chances.clamp_min(tiny)  # t_c / π_c
     doubt = 1 - chances
     total = doubt.sum(-1)
-    drawn = (doubt > 0).sum(-1)
-    mean = (doubt * each).sum(-1) / total.clamp_min(tiny)
-    variance = (doubt * (each - mean[..., None]).square()).sum(-1) / total.clamp_min(tiny)
+    drawn = (doubt > 0).sum(-1)  # d
+    mean = (doubt * ratios).sum(-1) / total.clamp_min(tiny)
+    variance = (doubt * (ratios - mean[..., None]).square()).sum(-1) / total.clamp_min(tiny)
     squares = variance * drawn  # with d - 1 degrees of freedom
     freedom = (drawn - 1).clamp_min(0) + PRIOR_TERMS
     usual = (spread * mean).square()
-    found = squares / (drawn - 1).clamp_min(1)
-    variance = torch.maximum(found, (squares + PRIOR_TERMS * usual) / freedom)
-    return each.sum(-1), (total * variance).sqrt() * _widening(freedom)
+    sample_variance = squares / (drawn - 1).clamp_min(1)
+    variance = torch.maximum(sample_variance, (squares + PRIOR_TERMS * usual) / freedom)
+    return ratios.sum(-1), (total * variance).sqrt() * _widening(freedom)
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums of terms by several methods, gathered in turns of further classes.
+    """Accumulates estimates of Σ_c t_c for b samples and m methods, over rounds of further classes.
 
-    Classes that were certain to be taken in the first turn are counted as they are, and not drawn
-    again. Of the others' sum every turn gives an estimate; the turns are independent, and count by
-    their numbers of classes.
+    Classes that were certain to be drawn in the first round are summed exactly, and not drawn
+    again. Every round gives an independent estimate of the sum over the other classes; the estimates
+    are averaged, weighted by the number of classes drawn.
 
     Attributes:
         sizes: s_c, by which classes are drawn.
-        certain: the classes that were certain to be taken.
-        known: the sum of their terms.
-        drawn: estimates of the others' sum, times their numbers of classes, added up.
-        squares: of the errors of those.
-        number: of classes drawn.
-        whole: whether all classes were measured.
+        certain: whether a class was certain to be drawn in the first round.
+        known: the exact sum of the terms of the certain classes.
+        drawn: the sum over rounds of (classes drawn) × (estimate for the other classes).
+        squares: the sum over rounds of ((classes drawn) × (standard error))².
+        number: the number of classes drawn in all rounds, without the certain ones.
+        whole: whether all classes were measured, so that `known` is the sum over all classes.
     """
 
     sizes: Float[Tensor, "b c"]
@@ -332,7 +358,7 @@ class Tally:
 
     @classmethod
     def empty(cls, methods: int, sizes: Float[Tensor, "b c"]) -> "Tally":
-        """An empty tally for a number of methods."""
+        """Make a tally of `methods` methods with no class measured yet."""
         known, drawn, squares = sizes.new_zeros(3, methods, len(sizes))
         certain = torch.zeros_like(sizes, dtype=torch.bool)
         number = torch.zeros(len(sizes), dtype=torch.long, device=sizes.device)
@@ -344,7 +370,16 @@ class Tally:
         number: int,
         noise: torch.Generator,
     ) -> tuple[Int[Tensor, "k d"], Float[Tensor, "k d"]]:
-        """Further classes of some samples, and the chances with which they were drawn."""
+        """Draw further classes for some samples.
+
+        Args:
+            some: the indices of k samples.
+            number: d, the number of classes to draw for each sample.
+            noise: the generator of the draws.
+
+        Returns:
+            The classes, and the probabilities with which they were drawn.
+        """
         sizes = torch.where(self.certain[some], 0, self.sizes[some])
         return _draw(inclusion_chances(sizes, number), number, noise)
 
@@ -356,24 +391,24 @@ class Tally:
         terms: Float[Tensor, "m k d"],
         spread: Float[Tensor, "m 1"],
     ) -> None:
-        """One more turn of some samples.
+        """Add one more round of classes for some samples; changes the tensors in place.
 
         Args:
-            some: of the samples, all in the same turn.
-            classes: that were drawn.
-            chances: with which they were drawn.
-            terms: of these classes.
-            spread: as for `estimate`, of each method.
+            some: the indices of k samples, either all in their first round or none.
+            classes: the d classes drawn for each sample.
+            chances: the probabilities with which the classes were drawn.
+            terms: t_c of these classes, by each method.
+            spread: the usual spread of each method's terms, as in `estimate`.
         """
-        again = self.certain[some].gather(-1, classes)
+        already_summed = self.certain[some].gather(-1, classes)
         sure = chances >= 1
-        if bool((self.number[some] > 0).any()):
+        if bool((self.number[some] > 0).any()):  # a later round
             sure = torch.zeros_like(sure)
         else:
             self.certain[some] = torch.zeros_like(self.certain[some]).scatter(-1, classes, sure)
             self.known[:, some] = torch.where(sure, terms, 0).sum(-1)
         number = (~sure).sum(-1)
-        value, error = estimate(torch.where(sure | again, 0, terms), chances, spread)
+        value, error = estimate(torch.where(sure | already_summed, 0, terms), chances, spread)
         self.drawn[:, some] += number * value
         self.squares[:, some] += (number * error).square()
         self.number[some] += number
@@ -383,7 +418,12 @@ class Tally:
         some: Int[Tensor, " k"],
         terms: Float[Tensor, "m k c"],
     ) -> None:
-        """All classes of some samples, measured."""
+        """Replace the estimates of some samples by the sum over all their classes, now measured.
+
+        Args:
+            some: the indices of k samples.
+            terms: t_c of all classes of these samples, by each method.
+        """
         self.known[:, some] = terms.sum(-1)
         self.drawn[:, some] = 0
         self.squares[:, some] = 0
@@ -397,9 +437,10 @@ class Tally:
 
 
 def _widening(freedom: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """The factor by which two standard errors with so many degrees of freedom hold in 95 %.
+    """The factor by which to widen a standard error, so that ±2 of them cover the truth in 95 %.
 
-    The quantile of Student's t over the normal one, by the Cornish-Fisher expansion.
+    It is the quantile of Student's t with `freedom` degrees of freedom, divided by the normal
+    quantile; by the Cornish-Fisher expansion.
     """
     z, n = 1.96, freedom.double()
     t = z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)

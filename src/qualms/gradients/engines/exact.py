@@ -1,13 +1,13 @@
 """The exact engine: the gradients of all classes from one forward and C backward passes.
 
 ∇θ log p_c = Jᵀ(e_c - p). Back-propagating e_c - p for a whole batch gives, at every operation that
-uses a parameter, the cotangents of all samples at once; the factors that the recorder left there
-turn them into norms. No weight gradient is formed for the batch as a whole, and none is kept.
+uses a parameter, the cotangents of all samples at once; the gradient factors that the recorder kept
+there turn them into norms. The weight gradient summed over the batch is never formed.
 
 Where the perturbed rows of a single sample do not fit at once, its gradients are written out and
-added up, part by part: a gradient averaged over rows is a sum, its norm is not. As many gradients
-as there is room for are added up at the same time; for each such block of directions the forward
-passes run again.
+added up, part by part of the rows: a sum over rows can be accumulated, its norm cannot. As many
+gradients as fit into memory are accumulated at the same time; for each such block of directions the
+forward passes run again.
 
 Every chunk of samples is verified (`verify.py`). If one fails, because the model mixes samples
 of a batch or hides operations from torch's function modes, runs by plain autograd, one sample at a
@@ -23,7 +23,7 @@ from torch import Tensor
 from qualms.gradients.batch import NotBatchable, num_samples, slices
 from qualms.gradients.engines.autograd import (
     AutogradEngine,
-    all_selected,
+    add_unused_parameters,
     plain_autograd,
 )
 from qualms.gradients.engines.base import ClassNorms, run_first
@@ -46,21 +46,21 @@ from qualms.gradients.verify import (
     require_separate_gradients,
 )
 
-Gradients = dict[str, Float[Tensor, "k p"]]  # along some directions, by the parameter's name
+Gradients = dict[str, Float[Tensor, "k p"]]  # along k directions, by the parameter's name
 
 
 class ExactEngine:
     """Computes every gradient exactly, many samples at once.
 
     Args:
-        cache: of the model.
+        cache: the plans of the model.
     """
 
     def __init__(self, cache: PlanCache) -> None:
         self.cache = cache
 
     def plan(self, request: GradientRequest) -> Plan | Fallback:
-        """The plan of an earlier batch of the same shapes, or a new one.
+        """Reuse the plan of an earlier batch of the same shapes, or make a new plan.
 
         Args:
             request: what to compute.
@@ -78,22 +78,22 @@ class ExactEngine:
         return plan
 
     def run(self, plan: Plan, request: GradientRequest) -> ClassNorms:
-        """The norms of all samples, chunk by chunk.
+        """Compute the norms of all samples, chunk by chunk.
 
-        A plan that was made for other samples may not hold for these: it is then made anew.
+        A reused plan may turn out not to fit these samples; a new plan is then made from them.
         """
-        found = self._run_chunks(plan, request)
-        if isinstance(found, Fallback):
+        norms = self._run_chunks(plan, request)
+        if isinstance(norms, Fallback):
             self.cache.forget(_key(request))
             return run_first([self, AutogradEngine(self.cache)], request, self.cache)
-        return all_selected(found, request, plan.use_order)
+        return add_unused_parameters(norms, request, plan.use_order)
 
     def _run_chunks(
         self,
         plan: Plan,
         request: GradientRequest,
     ) -> ClassNorms | Fallback:
-        """All chunks; a `Fallback` if a reused plan does not hold for one of them."""
+        """Run all chunks; return a `Fallback` if a reused plan does not fit one of them."""
         work = plan.workload(request)
         fitting = plan.samples_at_once(request.budget, work)
         size = min(request.settings.batch_size or fitting, fitting) or 1
@@ -103,24 +103,25 @@ class ExactEngine:
         for part in chunks:
             chunk = _Chunk(plan, request.with_directions_of(part), request.rows(part), work)
             run = partial(chunk.run, check, part) if fitting else chunk.run_in_parts
-            found = attempt("run a chunk of samples together", run)
-            if isinstance(found, Fallback):
+            norms = attempt("run a chunk of samples together", run)
+            if isinstance(norms, Fallback):
                 if plan.is_reused:
-                    return found
-                self.cache.warn_slow(found)
+                    return norms
+                self.cache.warn_slow(norms)
                 # If the model itself is at fault, plain autograd raises the error.
-                found = plain_autograd(chunk.request, chunk.model_input, plan.row_bytes)
-            parts.append(found)
+                norms = plain_autograd(chunk.request, chunk.model_input, plan.row_bytes)
+            parts.append(norms)
         return ClassNorms.concatenate(parts)
 
 
 def split_evenly(samples: int, size: int) -> list[slice]:
-    """Chunks of nearly equal size, of at most `size` samples."""
+    """Split `samples` samples into chunks of nearly equal size, at most `size` each."""
     number = -(-samples // size)
     return slices(samples, -(-samples // number))
 
 
 def _key(request: GradientRequest) -> Key:
+    """The key of the plan in the cache."""
     return ("plan", request.shapes, tuple(request.selected))
 
 
@@ -129,10 +130,10 @@ class _Chunk:
     """Samples that run together.
 
     Attributes:
-        plan: of the request.
-        request: the directions are those of these samples.
-        model_input: the rows of the samples.
-        work: what is computed for each of them.
+        plan: the plan of the whole request.
+        request: the request, with the directions of this chunk's samples.
+        model_input: the rows of this chunk's samples.
+        work: what is computed for each sample.
     """
 
     plan: Plan
@@ -144,8 +145,8 @@ class _Chunk:
         """Trace the samples together, verify the trace, and measure.
 
         Args:
-            check: has the logits of the samples from other batches.
-            part: the place of the samples in the request.
+            check: gives the logits of the same samples from other batches, to compare with.
+            part: the indices of the samples in the request.
 
         Raises:
             NotBatchable: if a check fails.
@@ -159,15 +160,21 @@ class _Chunk:
             raise NotBatchable("these inputs use the model's parameters in a different order")
         by_sample = logits.unflatten(0, (-1, self.work.rows_per_sample))
         elsewhere = check.logits_of(part)
+        # Of each sample all rows, or the first row alone, as far as the logits elsewhere are known.
         here = by_sample.detach()[:, : elsewhere.shape[1]]
         require_same_across_batches(here.flatten(0, 1), elsewhere.flatten(0, 1), plan.precision)
-        every = plan.must_compare_alone(recorder)
-        require_same_alone(self.request.model, model_input, logits.detach(), every, plan.precision)
+        require_same_alone(
+            self.request.model,
+            model_input,
+            logits.detach(),
+            every=plan.needs_single_row_check(recorder),
+            precision=plan.precision,
+        )
         values = self._measure(logits, recorder)
         return ClassNorms(values, by_sample[:, 0].detach(), recorder.without_rule)
 
     def _measure(self, logits: Tensor, recorder: Recorder) -> dict[str, Tensor]:
-        """Measure what was traced, and require that the samples' gradients are their own."""
+        """Measure the traced gradients, and check that each depends on its own sample alone."""
         directions, kind, precision = (
             self.request.directions,
             self.request.kind,
@@ -186,7 +193,7 @@ class _Chunk:
         return measure_separate(pullback, cotangents, kind, precision)
 
     def run_in_parts(self) -> ClassNorms:
-        """One sample whose rows do not fit at once, part of its rows by part."""
+        """Measure a chunk of one sample, whose rows do not fit at once, by parts of its rows."""
         if self.request.gram:
             budget = in_mebibytes(self.request.budget)
             raise NotBatchable(f"the gradients of all classes of one input do not fit {budget}")
@@ -201,12 +208,12 @@ def accumulate_chunks(
     model_input: ModelInput,
     plan: Plan,
 ) -> ClassNorms:
-    """The norms [1, m] of one sample's gradients, from parts of its rows.
+    """Compute the norms [1, m] of one sample's gradients, accumulated over parts of its rows.
 
     Args:
-        request: the directions are those of this sample.
+        request: the request, with the directions of this sample.
         model_input: the rows of the sample.
-        plan: of the model.
+        plan: the plan of the request.
 
     Raises:
         QualmsError: if a single row and its gradient do not fit into memory.
@@ -223,26 +230,27 @@ def accumulate_chunks(
     number = 0
     for block, scales in directions.blocks():
         scale_parts = scales[:, 0].split(held)
-        for some, scale in zip(block.to(logits.dtype).split(held), scale_parts, strict=True):
-            for name, gradients in work.add_up(some, verify=number == 0).items():
+        block_parts = block.to(logits.dtype).split(held)
+        for cotangents, scale in zip(block_parts, scale_parts, strict=True):
+            for name, gradients in work.add_up(cotangents, verify=number == 0).items():
                 if name not in values:
                     values[name] = scale.new_zeros(1, directions.number)
                 norms = norm_of(gradients, request.kind) * scale
-                values[name][0, number : number + len(some)] = norms
-            number += len(some)
+                values[name][0, number : number + len(cotangents)] = norms
+            number += len(cotangents)
     return ClassNorms(values, logits[:1], work.without_rule)
 
 
 @dataclass
 class _RowParts:
-    """The rows of one sample, some of them at a time.
+    """Accumulates the gradients of one sample over parts of its rows.
 
     Attributes:
-        request: what is computed.
-        model_input: the rows.
-        plan: of the model.
-        size: how many rows run at once.
-        logits: of all rows, each from a group of others than it is traced with.
+        request: the request, with the directions of this sample.
+        model_input: the rows of the sample.
+        plan: the plan of the request.
+        size: the number of rows that run at once.
+        logits: the logits of all rows, each run in a group of other rows than it is traced with.
     """
 
     request: GradientRequest
@@ -252,14 +260,14 @@ class _RowParts:
     logits: Float[Tensor, "r c"]
 
     def __post_init__(self) -> None:
-        self.without_rule: set[str] = set()  # parameters that no rule covered
+        self.without_rule: set[str] = set()  # parameters without a fast gradient rule
 
     def add_up(self, directions: Float[Tensor, "k r c"], verify: bool) -> Gradients:
-        """The gradients along some directions, summed over all rows.
+        """Compute the gradients along k directions, summed over all rows.
 
         Args:
-            directions: in logit space, for each row.
-            verify: whether to compare the logits of each part with those of other groups.
+            directions: k cotangents of the logits, with an entry for each row.
+            verify: whether to compare the logits of each part with those from other groups.
         """
         total: Gradients = {}
         for part in slices(len(self.logits), self.size):
@@ -267,7 +275,7 @@ class _RowParts:
             if verify:
                 self._verify(part, logits.detach(), recorder)
             self.without_rule |= recorder.without_rule
-            pullback = Pullback(logits, recorder.factors, self.plan.weights, 1)
+            pullback = Pullback(logits, recorder.factors, self.plan.weights, samples=1)
             for j, v in enumerate(directions):
                 for name, g in full_gradients(pullback, v[part]).items():
                     if name not in total:
@@ -276,13 +284,19 @@ class _RowParts:
         return total
 
     def _trace(self, part: slice) -> tuple[Tensor, Recorder]:
+        """Trace some rows together, as the rows of one sample."""
         plan = self.plan
         rows = replace(self.model_input.take(part), rows_per_sample=part.stop - part.start)
         return trace_forward(self.request.model, plan.reformat(rows), plan.weights, plan.trace_pair)
 
     def _verify(self, part: slice, logits: Tensor, recorder: Recorder) -> None:
+        """Raise `NotBatchable` if the logits of some rows depend on the rows that run with them."""
         precision = self.plan.precision
         require_same_across_batches(logits, self.logits[part], precision)
-        every = self.plan.must_compare_alone(recorder)
-        rows = self.model_input.take(part)
-        require_same_alone(self.request.model, rows, logits, every, precision)
+        require_same_alone(
+            self.request.model,
+            self.model_input.take(part),
+            logits,
+            every=self.plan.needs_single_row_check(recorder),
+            precision=precision,
+        )

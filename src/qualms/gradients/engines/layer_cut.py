@@ -1,13 +1,13 @@
-"""Where backward passes may stop: Σ_l a_l ‖g_l‖ without its first terms, within a stated tolerance.
+"""Leaves early layers out of Σ_l a_l ‖g_l‖, within a stated tolerance, so backward passes stop early.
 
-The weights a_l = exp(λ(l - L)) fade toward the input, but norms may grow there, so what the first
-layers add is measured, not assumed. One sample, by plain autograd along a few directions, shows how
-many of the first layers add less than a quarter of the tolerance; gradients of the others are all
-that is computed from then on. Of every 16 further samples, the one most unlike those measured
-so far, by the norms of its late layers, is measured in the same way, and so is every sample that is
-more unlike them than any before. If the early layers of one add more than the tolerance, fewer
-layers are left out from then on, and its batch runs again. That is evidence, not proof: a sample
-whose early layers alone are out of the ordinary can slip through.
+The weights a_l = exp(λ(l - L)) fade toward the input, but norms may grow there, so the share of the
+early layers is measured, not assumed. The first sample, by plain autograd along a few directions,
+shows how many early layers add less than a quarter of the tolerance; from then on only gradients of
+the late layers are computed. Of every 16 further samples the most unusual one, judged by the norms of
+its late layers, is measured in all layers as well, and so is every sample more unusual than any
+measured before. If the early layers of such a sample add more than the tolerance, fewer layers are
+left out from then on, and its batch runs again. That is evidence, not proof: a sample that is unusual
+in its early layers alone can slip through.
 """
 
 import math
@@ -32,19 +32,19 @@ from qualms.gradients.request import GradientRequest
 from qualms.gradients.single_sample import sample_gradients
 from qualms.gradients.tracing.traced_forward import use_order
 
-MARGIN = 4  # between what one sample shows and what others may do
-CHECK_EVERY = 16  # samples, of which one is measured in full
-# A norm that differs from the first sample's by less than this factor is nothing unusual.
+MARGIN = 4  # safety factor: the first sample's early layers may add a quarter of the tolerance
+CHECK_EVERY = 16  # one of so many samples is measured in all layers
+# Log of a factor of 2: a norm within it of the first sample's norm is nothing unusual.
 MIN_DISTANCE = math.log(2)
 TINY = torch.finfo(torch.double).tiny
 
 
 class LayerCutEngine:
-    """Leaves out early layers, whose gradients then have norm zero.
+    """Leaves out early layers; their gradients are reported with norm zero.
 
     Args:
-        cache: of the model.
-        run_inner: runs the engine that computes the gradients of the other layers.
+        cache: the plans of the model.
+        run_inner: runs the engine that computes the gradients of the late layers.
     """
 
     def __init__(
@@ -55,37 +55,37 @@ class LayerCutEngine:
         self.cache, self.run_inner = cache, run_inner
 
     def plan(self, request: GradientRequest) -> "LayerCut | Fallback":
-        """The layers that are left out; a `Fallback` if there are none."""
+        """Decide which early layers are left out; a `Fallback` if there are none."""
         cut = None
         if not request.gram:
-            cut = late_layers(request, request.smallest_lambda, self.cache)
+            cut = find_layer_cut(request, request.smallest_lambda, self.cache)
         if cut is None or not cut.num_early:
             return Fallback("no layer can be left out", is_slow=False)
         return cut
 
     def run(self, plan: "LayerCut", request: GradientRequest) -> ClassNorms:
-        """The norms of the late layers, once these samples confirm that the others add little."""
+        """Compute the norms of the late layers; again with more layers if a spot check fails."""
         while plan.num_early:
-            found = self.run_inner(plan.narrow(request))
-            if plan.confirm(request, found):
-                return plan.with_zeros(found)
+            late_norms = self.run_inner(plan.narrow(request))
+            if plan.confirm(request, late_norms):
+                return plan.with_zeros(late_norms)
         return self.run_inner(request)
 
 
-def late_layers(
+def find_layer_cut(
     request: GradientRequest,
     lam: float | None,
     cache: PlanCache,
 ) -> "LayerCut | None":
-    """The layers that a tolerance leaves to be computed, found once for samples of one kind.
+    """Decide which early layers can be left out within the tolerance; cached per input shape.
 
     Args:
-        request: its settings hold the tolerance.
-        lam: the smallest λ by which the scores weight early layers down; None if one does not.
-        cache: of the model.
+        request: the samples; `settings.tolerance` is the tolerance.
+        lam: the smallest λ among the scores; None if a score weights all layers equally.
+        cache: the plans of the model.
 
     Returns:
-        The cut; None if all layers have to be computed.
+        The layer cut; None if all layers have to be computed.
     """
     settings = request.settings
     if not settings.tolerance or not lam or lam < 0:
@@ -97,17 +97,18 @@ def late_layers(
 
 @dataclass
 class LayerCut:
-    """The layers of one model whose gradients are computed, and what is known of the others.
+    """How many early layers of a model are left out, and the evidence so far that this is safe.
 
     Args:
-        lam: λ of the score that weights its layers down least.
-        tolerance: the share of a score that may be left out.
-        layers: the parameters of each layer, in order of use.
-        num_early: how many of the first layers are left out.
-        share: the largest share that they were seen to add.
-        typical: log ‖g_l‖ of the first sample, late layers alone.
-        largest_distance: how much the norms of a sample that was measured differed from these.
-        unchecked: samples since the last one that was measured.
+        lam: the smallest λ among the scores, whose weights fade slowest.
+        tolerance: the largest share of a score that may be left out.
+        layers: the parameter names of each layer, in order of use.
+        num_early: the number of early layers left out.
+        share: the largest observed share that the early layers contribute.
+        typical: log ‖g_l‖ of the first sample's late layers, with which others are compared.
+        largest_distance: the largest difference of log ‖g_l‖ from `typical` among the samples that
+            were measured in all layers.
+        unchecked: the number of samples since the last spot check.
     """
 
     lam: float
@@ -121,16 +122,20 @@ class LayerCut:
 
     @property
     def names(self) -> frozenset[str]:
-        """The late parameters."""
+        """The names of the parameters of the late layers."""
         late = self.layers[self.num_early :]
         return frozenset(name for layer in late for name in layer)
 
     @classmethod
     def of(cls, request: GradientRequest, lam: float) -> "LayerCut | None":
-        """Measure the first sample of a request.
+        """Decide by the first sample of a request, whose gradients are measured in all layers.
+
+        Args:
+            request: the samples; `settings.tolerance` is the tolerance.
+            lam: the smallest λ among the scores.
 
         Returns:
-            The cut; None if no layer can be left out, or the order of layers is not fixed.
+            The layer cut; None if no layer can be left out, or the order of layers is not fixed.
         """
         first = ModelInput(take_samples(request.batch, slice(0, 1)))
         order = use_order(request.model, first, request.selected)
@@ -148,29 +153,31 @@ class LayerCut:
         return cls(lam, tolerance, layers, num_early, float(shares[:, num_early - 1].max()))
 
     def narrow(self, request: GradientRequest) -> GradientRequest:
-        """The same request for the late parameters alone: the others run without a graph."""
+        """Restrict a request to the parameters of the late layers; early layers then need no graph."""
         settings = replace(request.settings, params=self.names.__contains__)
         return replace(request, settings=settings)
 
-    def with_zeros(self, found: ClassNorms) -> ClassNorms:
-        """The norms of the late layers, and zeros for those that are left out."""
-        zeros = torch.zeros_like(next(iter(found.values.values())))
+    def with_zeros(self, late_norms: ClassNorms) -> ClassNorms:
+        """Add zeros for the early layers to the norms of the late layers."""
+        zeros = torch.zeros_like(next(iter(late_norms.values.values())))
         values: dict[str, Tensor] = {}
         for layer in self.layers[: self.num_early]:
             values |= dict.fromkeys(layer, zeros)
-        values |= found.values
-        return replace(found, values=values, left_out=self.share, num_left_out=self.num_early)
+        values |= late_norms.values
+        return replace(late_norms, values=values, left_out=self.share, num_left_out=self.num_early)
 
-    def confirm(self, request: GradientRequest, found: ClassNorms) -> bool:
-        """Whether samples can skip the early layers, judged by the most unusual one.
-
-        If not, fewer layers are left out from now on, and the request has to run again.
+    def confirm(self, request: GradientRequest, late_norms: ClassNorms) -> bool:
+        """Check by the most unusual sample, where a check is due, that early layers add little.
 
         Args:
             request: the samples.
-            found: the norms of their late layers.
+            late_norms: the norms of the samples' late layers.
+
+        Returns:
+            Whether the norms may be used. If not, fewer layers are left out from now on, and the
+            request has to run again.
         """
-        norms = _per_layer(found.values, self.layers[self.num_early :], request.settings.norm)
+        norms = _per_layer(late_norms.values, self.layers[self.num_early :], request.settings.norm)
         profile = norms.amax(1).clamp_min(TINY).log()  # [b, l]
         if self.typical is None:
             self.typical = profile[0]
@@ -184,15 +191,19 @@ class LayerCut:
         return self._spot_check(request, farthest)
 
     def confirm_blindly(self, request: GradientRequest) -> bool:
-        """The same where no layer norms are known, as for a sketch: by one sample in 16."""
+        """Check one sample in 16, where no norms of layers are known (sketches); see `confirm`."""
         self.unchecked += request.num_samples
         return self.unchecked < CHECK_EVERY or self._spot_check(request, request.num_samples - 1)
 
     def _spot_check(self, request: GradientRequest, sample: int) -> bool:
-        """Whether the early layers of one sample add at most the tolerance, by plain autograd."""
+        """Measure one sample in all layers; if early layers exceed the tolerance, leave out fewer.
+
+        Returns:
+            Whether the early layers add at most the tolerance.
+        """
         self.unchecked = 0
         norms = _sample_norms(request, sample)
-        if not norms:  # the sample uses no parameter that counts
+        if not norms:  # the sample uses none of the selected parameters
             return True
         shares = _early_shares(norms, self.layers, self.lam, request.settings.norm)
         added = float(shares[:, self.num_early - 1].max())
@@ -209,10 +220,14 @@ def _sample_norms(
     request: GradientRequest,
     i: int,
 ) -> dict[str, Float[Tensor, "1 m"]]:
-    """Norms of the gradients of one sample, by the parameters that it uses.
+    """Norms of one sample's gradients along m directions, for each parameter that it uses.
 
-    Along the predicted class, all classes with random signs, and every direction of the request
-    that is not a class.
+    The directions are the predicted class, the sum of all classes with random signs, and every
+    direction of the request that is not a class.
+
+    Args:
+        request: the samples, norm and directions.
+        i: the index of the sample in the batch.
     """
     row = ModelInput(take_samples(request.batch, slice(i, i + 1)))
     norm = request.settings.norm
@@ -223,8 +238,8 @@ def _sample_norms(
     def reduce(gradient: Tensor) -> Float[Tensor, ""]:
         return norm_of(at_least_float32(gradient)[None], norm).double().squeeze()
 
-    _, found = sample_gradients(request.model, row, request.selected, directions, reduce)
-    return {name: norms[None] for name, norms in found.items()}
+    _, norms_of = sample_gradients(request.model, row, request.selected, directions, reduce)
+    return {name: norms[None] for name, norms in norms_of.items()}
 
 
 def _measured_directions(
@@ -248,22 +263,22 @@ def _early_shares(
     lam: float,
     norm: str,
 ) -> Float[Tensor, "m l"]:
-    """The share that the layers up to each one add to Σ_l a_l ‖g_l‖ of one sample.
+    """For each l, the share of Σ_l a_l ‖g_l‖ of one sample that layers 1 to l contribute.
 
     Args:
-        norms: of its gradients, by the parameters that it uses.
-        layers: the parameters of each layer, in order of use.
-        lam: λ.
-        norm: of the gradients.
+        norms: the norms of the sample's gradients, by the parameters that it uses.
+        layers: the parameter names of each layer, in order of use.
+        lam: λ in a_l = exp(λ(l - L)).
+        norm: which norm the gradients have, `l2` or `l1`.
     """
-    of_layers = _per_layer(norms, layers, norm)[0]
-    added = (of_layers * layer_weights(len(layers), lam).to(of_layers)).cumsum(-1)
-    return added / added[:, -1:].clamp_min(TINY)
+    layer_norms = _per_layer(norms, layers, norm)[0]
+    cumulative = (layer_norms * layer_weights(len(layers), lam).to(layer_norms)).cumsum(-1)
+    return cumulative / cumulative[:, -1:].clamp_min(TINY)
 
 
-def _count_small(shares: Float[Tensor, "m l"], most: float) -> int:
-    """How many of the first layers together add at most this share, along every direction."""
-    return int((shares <= most).all(0).long().cumprod(0).sum())
+def _count_small(shares: Float[Tensor, "m l"], max_share: float) -> int:
+    """How many early layers together add at most `max_share`, along every direction."""
+    return int((shares <= max_share).all(0).long().cumprod(0).sum())
 
 
 def _per_layer(
@@ -271,7 +286,7 @@ def _per_layer(
     layers: list[list[str]],
     norm: str,
 ) -> Float[Tensor, "b m l"]:
-    """Norms of layers from those of parameters; zero for one that no sample here uses."""
+    """Combine norms of parameters into norms of layers; a parameter that is missing counts as zero."""
     zeros = torch.zeros_like(next(iter(norms.values())))
     columns: list[Tensor] = []
     for names in layers:

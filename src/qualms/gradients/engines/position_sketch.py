@@ -1,12 +1,12 @@
 """The sketch at every position of one sample: J s, [positions, classes], for k random tangents s.
 
 One forward-mode pass gives v·(J s) for the gradients of all classes at all positions at once, so
-that k passes score every token of a text over the whole vocabulary. A sample runs alone, several
-tangents at a time.
+that k passes score every token of a text over the whole vocabulary. A sample runs alone, with several
+tangents in one pass.
 
-Before a tangent is trusted, v·(J s) at some positions is compared with ⟨Jᵀv, s⟩ from plain
-autograd, several tangents at once with one of them, and the logits of every pass with those of a
-plain one.
+Three checks come first: v·(J s) at some positions must equal ⟨Jᵀv, s⟩ from plain autograd; several
+tangents in one pass must give what one tangent gives; and the logits of every pass must be those of a
+plain forward pass.
 """
 
 from collections.abc import Iterator
@@ -34,11 +34,11 @@ from qualms.gradients.sketching.sketch_probe import (
 )
 from qualms.gradients.sketching.tangents import Tangent, Tangents, tangents_of_model
 
-# Of the largest result for several tangents in one pass: more would leave the processor's cache.
+# Bytes of the largest result of a pass with several tangents: more would leave the CPU's cache.
 MAX_RESULT_BYTES = 2**23
-MIN_AT_ONCE = 4  # tangents in one pass even so, as far as the budget allows
-COMPARED_POSITIONS = 64  # at which the logits are compared
-RESULT_COPIES = 3  # of a result's derivative that a layer holds while it makes one
+MIN_AT_ONCE = 4  # tangents in one pass even if they leave the cache, as far as the budget allows
+COMPARED_POSITIONS = 64  # positions at which the logits are compared
+RESULT_COPIES = 3  # copies of a derivative that exist while a layer computes the next one
 
 
 @torch.no_grad()
@@ -47,17 +47,17 @@ def plain_logits(
     class_dim: int,
     batch: Batch,
 ) -> Float[Tensor, "*positions c"]:
-    """The logits of one sample at all its positions, by one forward pass.
+    """Compute the logits of one sample at all its positions by one forward pass.
 
     Args:
-        model: inside `preserve_state`.
+        model: the model, inside `preserve_state`.
         class_dim: the axis of the classes in the model's logits.
-        batch: the sample alone.
+        batch: the sample, as a batch of one.
 
     Raises:
-        QualmsError: if the logits are not those of one sample, or not finite.
+        QualmsError: if the first axis of the logits is not 1, or they are not finite.
     """
-    copies = [t.clone() for t in batch_tensors(batch)]  # which the model may change
+    copies = [t.clone() for t in batch_tensors(batch)]  # the model may change them in place
     output = call_model(model, with_tensors(batch, copies))
     logits = classes_last(output, class_dim)
     if len(logits) != 1:
@@ -76,12 +76,12 @@ def plain_logits(
 
 @dataclass(frozen=True)
 class ExpectedLogits:
-    """Some of the logits of a plain pass, which those of other passes are compared with.
+    """Logits of a plain forward pass at some positions, to compare with those of other passes.
 
     Attributes:
-        shape: positions and classes.
-        positions: the positions of those that are kept.
-        values: their logits.
+        shape: the shape (t, c) of the logits at all positions.
+        positions: the n positions whose logits are kept.
+        values: the logits at these positions.
     """
 
     shape: tuple[int, int]
@@ -90,7 +90,7 @@ class ExpectedLogits:
 
     @classmethod
     def of(cls, logits: Float[Tensor, "t c"]) -> "ExpectedLogits":
-        """Keep logits at positions spread over all of them."""
+        """Keep the logits at up to `COMPARED_POSITIONS` evenly spread positions."""
         positions, classes = logits.shape
         number = min(COMPARED_POSITIONS, positions)
         spread = torch.linspace(0, positions - 1, number).round().int().tolist()
@@ -98,7 +98,7 @@ class ExpectedLogits:
 
     @property
     def nbytes(self) -> int:
-        """The size of all logits."""
+        """Bytes of the logits at all positions."""
         return self.values[:1].nbytes * self.shape[0]
 
     def require_same(
@@ -106,7 +106,7 @@ class ExpectedLogits:
         logits: Float[Tensor, "t c"],
         precision: torch.dtype,
     ) -> None:
-        """Raise an error if the logits of a pass differ."""
+        """Raise an error if the logits of a pass differ from the expected ones by more than rounding."""
         if not close_logits(logits[self.positions], self.values.to(logits), precision):
             raise QualmsError(
                 "the model returns different logits in forward mode than in a plain pass, so its "
@@ -116,13 +116,13 @@ class ExpectedLogits:
 
 @dataclass(frozen=True)
 class PositionProducts:
-    """J s of one row at all its positions, for some of the tangents.
+    """J s of one row at all its positions, for g tangents s that ran in one pass.
 
     Attributes:
-        first: the number of the first tangent.
-        row: 0 for the sample itself, then its perturbed copies.
-        logits: of the row.
-        tangents: J s for each of the tangents.
+        first: the index of the first of these tangents.
+        row: the index of the row: 0 for the sample itself, then its perturbed copies.
+        logits: the logits of the row.
+        tangents: J s for each tangent s.
     """
 
     first: int
@@ -136,11 +136,11 @@ class PositionPlan:
     """How a sample is sketched at all its positions.
 
     Attributes:
-        expected: logits of a plain pass.
-        probe: what a look at a few positions has shown of the model.
-        function: computes the products.
-        tangents: on the whole model.
-        at_once: how many tangents run in one pass.
+        expected: logits of a plain forward pass.
+        probe: facts about the model, measured at a few positions.
+        function: computes the logits and J s for one tangent s.
+        tangents: the random tangents on all parameters.
+        at_once: the number of tangents in one pass.
     """
 
     expected: ExpectedLogits
@@ -154,19 +154,19 @@ class PositionPlan:
         model: nn.Module,
         row: ModelInput,
         tangent: Tangent,
-        stacked: bool,
+        several: bool,
     ) -> Jvp:
-        """The logits [t, c] of a row, and its products [g, t, c].
+        """Compute the logits [t, c] of a row, and J s [g, t, c] for g tangents s.
 
         Args:
-            model: read at all positions.
+            model: the model, read at all positions (`AtPositions`).
             row: a single row.
-            tangent: one tangent, or g of them.
-            stacked: whether there are several.
+            tangent: one tangent; with `several`, g tangents stacked along the first axis.
+            several: whether `tangent` has this axis.
         """
-        if stacked:
+        if several:
             z, dz = forward_mode(model, row, tangent, several=True)
-            z = z[0]
+            z = z[0]  # the logits are the same for every tangent
         else:
             z, dz = self.function(model, row, tangent)
         shape = self.expected.shape
@@ -177,7 +177,7 @@ class PositionSketchEngine:
     """Sketches one sample at all its positions.
 
     Args:
-        cache: of the model.
+        cache: the plans of the model.
     """
 
     def __init__(self, cache: PlanCache) -> None:
@@ -190,16 +190,17 @@ class PositionSketchEngine:
         lam: float | None,
         held_bytes: int = 0,
     ) -> PositionPlan:
-        """Find out how to compute products for this sample, and how many tangents fit in a pass.
+        """Find a function that computes J s for this sample, and how many tangents fit in a pass.
 
         Args:
-            request: the sample as a batch of one, and the model read at all positions.
-            expected: logits of a plain pass.
-            lam: layer l is weighted by exp(λ(l - L)); None for the plain gradient.
-            held_bytes: what the caller keeps for each tangent of a pass.
+            request: a request with the sample as a batch of one, and the model read at all
+                positions.
+            expected: logits of a plain forward pass.
+            lam: λ, by which layer l is weighted with exp(λ(l - L)); None for the plain gradient.
+            held_bytes: the bytes that the caller keeps for each tangent of a pass.
 
         Raises:
-            QualmsError: if the settings ask for sums of norms, or there is no room.
+            QualmsError: if the settings ask for sums of norms, or memory does not suffice.
         """
         adds_layers = request.sketch.combine == "sum" and lam is not None
         if request.settings.norm == "l1" or adds_layers:
@@ -209,7 +210,7 @@ class PositionSketchEngine:
                 "use engine='exact'."
             )
         probe, function, tangents = self._find_function(request, expected, lam)
-        plan = PositionPlan(expected, probe, function, tangents, 1)
+        plan = PositionPlan(expected, probe, function, tangents, at_once=1)
         at_once = _tangents_at_once(plan, request, held_bytes)
         if at_once > 1 and not self._several_agree(plan, request, at_once):
             at_once = 1
@@ -220,27 +221,28 @@ class PositionSketchEngine:
         plan: PositionPlan,
         request: GradientRequest,
     ) -> Iterator[PositionProducts]:
-        """The products of all rows with all tangents.
+        """Yield J s of every row for all tangents, as many tangents at a time as the plan says.
 
         Args:
-            plan: of this request.
-            request: the sample as a batch of one, and the model read at all positions.
+            plan: what `plan` returned for this request.
+            request: a request with the sample as a batch of one, and the model read at all
+                positions.
 
         Raises:
-            QualmsError: if a pass gives other logits than a plain one.
+            QualmsError: if a pass gives other logits than a plain forward pass.
         """
         rows = _single_rows(request)
         number = request.sketch.tangents
         for first in range(0, number, plan.at_once):
             tangent = _side_by_side(plan.tangents, first, plan.at_once, number)
             for i, row in enumerate(rows):
-                z, dz = plan.run(request.model, row, tangent, plan.at_once > 1)
+                z, dz = plan.run(request.model, row, tangent, several=plan.at_once > 1)
                 if i == 0:
                     plan.expected.require_same(z, coarser(z.dtype, plan.probe.precision))
                 products = PositionProducts(first, i, z, dz)
                 del z, dz
                 yield products
-                del products  # the caller lets it go as well: the next pass needs the room
+                del products  # the caller drops it as well: the next pass needs the memory
 
     def _find_function(
         self,
@@ -248,10 +250,12 @@ class PositionSketchEngine:
         expected: ExpectedLogits,
         lam: float | None,
     ) -> tuple[SketchProbe, JvpFunction, Tangents]:
-        """What a look at three positions shows of the model, and the function that it confirms.
+        """Probe the model at three positions, and find a function that plain autograd confirms there.
 
-        Both are found once for samples of one shape: a model may take another path for longer
-        texts.
+        Cached per input shape: a model may run other code for longer texts.
+
+        Returns:
+            The facts about the model, the function that computes J s, and the tangents.
         """
         model, selected = request.model, request.selected
 
@@ -273,17 +277,20 @@ class PositionSketchEngine:
         request: GradientRequest,
         at_once: int,
     ) -> bool:
-        """Whether several tangents in one pass give what one gives, found once for each kind."""
+        """Whether several tangents in one pass give what one tangent gives.
+
+        Cached per type and number of axes of the inputs.
+        """
         row = _single_rows(request)[0]
-        at = plan.expected.positions
+        positions = plan.expected.positions
 
         def compare() -> bool:
-            one = plan.run(request.model, row, plan.tangents[0], False)
+            one = plan.run(request.model, row, plan.tangents[0], several=False)
             stacked = _side_by_side(plan.tangents, 0, at_once, at_once)
-            several = plan.run(request.model, row, stacked, True)
+            several = plan.run(request.model, row, stacked, several=True)
             precision = coarser(one.logits.dtype, plan.probe.precision)
-            have = Jvp(several.logits[at], several.derivative[0, at])
-            want = Jvp(one.logits[at], one.derivative[0, at])
+            have = Jvp(several.logits[positions], several.derivative[0, positions])
+            want = Jvp(one.logits[positions], one.derivative[0, positions])
             return same_products(have, want, precision)
 
         def agree() -> bool:
@@ -297,7 +304,7 @@ class PositionSketchEngine:
 
 
 def _single_rows(request: GradientRequest) -> list[ModelInput]:
-    """The sample and its perturbed copies, each on its own."""
+    """The sample and its perturbed copies, each as an input of one row."""
     rows = request.rows(slice(0, 1))
     return [rows.take([i]) for i in range(request.rows_per_sample)]
 
@@ -310,9 +317,9 @@ def _tangents_at_once(
     """How many tangents run in one pass: as many as fit the budget, and the processor's cache.
 
     Args:
-        plan: of the request, but for this number.
-        request: the sample.
-        held_bytes: what the caller keeps for each of them.
+        plan: the plan of the request, `at_once` not yet set.
+        request: a request with the sample as a batch of one.
+        held_bytes: the bytes that the caller keeps for each tangent of a pass.
     """
     number = request.sketch.tangents
     size = plan.expected.nbytes
@@ -325,8 +332,8 @@ def _tangents_at_once(
         return 1
     fit = (request.budget - 2 * size) // one_tangent
     cached = MAX_RESULT_BYTES // largest
-    most = min(number, fit, max(MIN_AT_ONCE, cached), plan.tangents.stack_size)
-    passes = -(-number // max(1, most))
+    max_at_once = min(number, fit, max(MIN_AT_ONCE, cached), plan.tangents.stack_size)
+    passes = -(-number // max(1, max_at_once))
     return -(-number // passes)  # groups of nearly equal size
 
 
@@ -336,16 +343,17 @@ def _side_by_side(
     size: int,
     number: int,
 ) -> Tangent:
-    """Tangents from number `first` on, [size, …] for each parameter; a single one without an axis.
+    """Select up to `size` tangents, stacked to [size, …] for each parameter; for 1, without the axis.
 
     Args:
-        tangents: where they come from.
-        first: the number of the first one.
-        size: how many.
-        number: how many there are in all.
+        tangents: all tangents.
+        first: the index of the first tangent to select.
+        size: the largest number of tangents to select.
+        number: the number of all tangents.
     """
     if size == 1:
         return tangents[first]
+    # Tangents are drawn in larger stacks, of a multiple of `size`; select from the stack around `first`.
     whole = tangents.stack_size // size * size
     start = first // whole * whole
     stacked = tangents.stack(start, min(start + whole, number))

@@ -10,7 +10,7 @@ from torch import Tensor
 from qualms.errors import QualmsError
 from qualms.gradients.batch import num_samples, slices
 from qualms.gradients.directions import scale_to_unit
-from qualms.gradients.engines.autograd import all_selected
+from qualms.gradients.engines.autograd import add_unused_parameters
 from qualms.gradients.engines.base import ClassNorms
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.model_input import ModelInput, forward_logits
@@ -25,7 +25,7 @@ class ReferenceEngine:
     """Computes the gradients as the paper states them.
 
     Args:
-        cache: of the model; nothing is kept in it.
+        cache: the plans of the model; unused, all engines are created with it.
     """
 
     def __init__(self, cache: PlanCache) -> None:
@@ -36,25 +36,27 @@ class ReferenceEngine:
         return use_order(request.model, request.rows(slice(0, 1)), request.selected)
 
     def run(self, plan: UseOrder, request: GradientRequest) -> ClassNorms:
-        """‖g‖ (l2) or Σ|g| (l1) of every parameter's gradient."""
+        """Compute ‖g‖ (l2) or Σ|g| (l1) for each sample, direction and parameter."""
         parts: list[ClassNorms] = []
         with all_parameters_differentiable(request.model):
             for sample in slices(request.num_samples, 1):
                 parts.append(_measure_sample(request, request.rows(sample)))
-        norms = all_selected(ClassNorms.concatenate(parts), request, plan)
-        norms.general = set(norms.values)
+        norms = add_unused_parameters(ClassNorms.concatenate(parts), request, plan)
+        norms.without_rule = set(norms.values)  # no fast rules are used here
         return norms
 
 
 def _measure_sample(request: GradientRequest, rows: ModelInput) -> ClassNorms:
-    """The norms of one sample's gradients: x_0, …, x_N are its rows."""
+    """The norms of one sample's gradients, from its rows x_0, …, x_N."""
     gradients, logits = _mean_gradients(request, rows)
     values: dict[str, Tensor] = {}
     for c, g_c in enumerate(gradients):
         for name, g in g_c.items():
             if name not in values:
                 values[name] = g.new_zeros(1, len(gradients))
-            values[name][0, c] = g.abs().sum() if request.kind == "l1" else length(g)
+            values[name][0, c] = (
+                g.abs().sum() if request.kind == "l1" else norm_without_underflow(g)
+            )
     return ClassNorms(values, logits, set())
 
 
@@ -65,8 +67,8 @@ def _mean_gradients(
     """g_c = mean over x_0..x_N of ∇θ log p_c(x_i), for each direction c and parameter.
 
     Args:
-        request: what is computed.
-        rows: x_0, …, x_N of one sample.
+        request: the model, the parameters and the directions.
+        rows: the rows x_0, …, x_N of one sample.
 
     Returns:
         For each direction the gradients by the parameter's name, in double precision, without
@@ -82,17 +84,17 @@ def _mean_gradients(
         if first is None:
             first = logits.detach()
         p = first[0].double().softmax(dim=0)
-        apart = logits[0].detach().double().requires_grad_()
-        for c, target in enumerate(_targets(request, apart, p)):
+        z = logits[0].detach().double().requires_grad_()  # a leaf without the model's graph
+        for c, target in enumerate(_targets(request, z, p)):
             if i == 0:
                 mean.append({})
-            # In two steps, with the first scaled: the squares of small gradients are zero in 32
-            # bits.
-            (toward,) = torch.autograd.grad(target, apart)
-            (scaled,), scale = scale_to_unit(toward[None, None], 1)
+            # The chain rule in two steps, v = ∂target/∂z and then Jᵀv, with v scaled to unit size:
+            # otherwise the squares of small gradients underflow to 0 in float32.
+            (v,) = torch.autograd.grad(target, z)
+            (scaled,), scale = scale_to_unit(v[None, None], samples=1)
             parameters = list(request.selected.values())
-            found = gradients_of(logits, parameters, scaled.to(logits.dtype))
-            for name, g in zip(request.selected, found, strict=True):
+            gradients = gradients_of(logits, parameters, scaled.to(logits.dtype))
+            for name, g in zip(request.selected, gradients, strict=True):
                 if g is not None:
                     share = float(scale) / count * g.double()
                     mean[c][name] = mean[c][name] + share if name in mean[c] else share
@@ -101,20 +103,21 @@ def _mean_gradients(
 
 
 def _targets(request: GradientRequest, z: Tensor, p: Tensor) -> Iterator[Tensor]:
+    """Yield the scalar to differentiate for each direction, from logits z [c] and weights p [c]."""
     for name in request.directions.names:
         yield from TARGETS[name](z, p)
 
 
-def length(g: Tensor) -> Tensor:
-    """‖g‖, from g divided by its largest entry: the square of 1e-162 is zero even in 64 bits."""
+def norm_without_underflow(g: Tensor) -> Tensor:
+    """‖g‖, from g divided by its largest entry: the square of 1e-162 is 0 even in float64."""
     largest = g.abs().max() if g.numel() else g.new_zeros(())
     return largest * (g / largest).square().sum().sqrt() if largest > 0 else largest
 
 
 def log_probabilities(z: Float[Tensor, " c"]) -> Iterator[Tensor]:
-    """log p_c = log σ(z_c - log Σ_{k≠c} exp z_k).
+    """Yield log p_c for each class, as log σ(z_c - log Σ_{k≠c} exp z_k).
 
-    Its derivative does not cancel where p_c is nearly 1.
+    In this form the derivative does not cancel where p_c is nearly 1.
     """
     for c in range(len(z)):
         yield F.logsigmoid(z[c] - torch.cat([z[:c], z[c + 1 :]]).logsumexp(0))
@@ -124,9 +127,9 @@ def expectation(
     z: Float[Tensor, " c"],
     p: Float[Tensor, " c"],
 ) -> Float[Tensor, ""]:
-    """Σ_c p_c log q_c, q = softmax(z), less Σ_c q_c log q_c at fixed weights.
+    """Σ_c p_c log q_c with q = softmax(z), minus Σ_c q_c log q_c with its weights q_c held constant.
 
-    The derivative of the second sum is zero: it takes the rounding of the first away.
+    The second sum has derivative zero; subtracting it cancels rounding errors of the first.
     """
     weights = p - z.detach().softmax(0)
     total = z.new_zeros(())
@@ -135,7 +138,7 @@ def expectation(
     return total
 
 
-# What is differentiated, from the logits of x_i and the probabilities of x_0.
+# The scalars that are differentiated: functions of the logits of x_i and the probabilities of x_0.
 TARGETS: dict[str, Callable[[Tensor, Tensor], Iterable[Tensor]]] = {
     "classes": lambda z, p: log_probabilities(z),
     "uniform": lambda z, p: [z.log_softmax(0).mean()],

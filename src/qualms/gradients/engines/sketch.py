@@ -3,7 +3,7 @@
 For a tangent s one forward-mode pass over a batch gives J s, and v·(J s) = ⟨Jᵀv, s⟩ for every
 direction v: the projections of all class gradients on s at once, whatever the class count. The same
 k tangents serve all samples, so most of their noise is common to all and leaves the ranking alone.
-The weights a_l of the layers are folded into the tangents:
+The layer weights a_l are folded into the tangents:
 
 - *quadrature*: s_l = a_l ξ_l with ξ_l random signs (normal for small parameters). A projection has
   variance Σ_l a_l² ‖g_l‖², and as a sum of many terms it is as good as normal.
@@ -53,16 +53,16 @@ from qualms.gradients.sketching.tangents import (
 )
 
 log = logging.getLogger("qualms")
-PROBED_SAMPLES = 8  # of which three rows are run by plain autograd
-MAX_RESULT_BYTES = 2**24  # of one operation on all rows of a pass: larger results leave the cache
-# What a pass with a tangent holds for a row, in results as large as the largest, with the copies
-# that kernels make.
+PROBED_SAMPLES = 8  # samples that the probe looks at; three of their rows are run by plain autograd
+MAX_RESULT_BYTES = 2**24  # bytes of an operation's result for all rows: more leaves the CPU's cache
+# The memory of a pass with a tangent for one row, in multiples of the largest result, copies that
+# kernels make included.
 RESULTS_PER_ROW = 24
-DOUBLES = 16  # bytes of a projection, and of its copy
+DOUBLES = 16  # bytes of a projection in float64, and of its copy
 NEEDS = "a tangent on the weights and the gradient that it is checked with"
 INSTEAD = "select fewer parameters with `params`, or use engine='exact'"
 
-ProjectionBlock = tuple[Projections, Float[Tensor, "b c"]]  # of some samples, with their logits
+ProjectionBlock = tuple[Projections, Float[Tensor, "b c"]]  # projections and logits of b samples
 
 
 def project_gradients(
@@ -70,12 +70,12 @@ def project_gradients(
     lam: float | None,
     cache: PlanCache,
 ) -> Iterator[ProjectionBlock]:
-    """Projections of whole gradients on k tangents, block by block.
+    """Project gradients of all parameters together on k tangents, block by block of the samples.
 
     Args:
-        request: what is sketched.
-        lam: layer l is weighted by exp(λ(l - L)); None for the plain gradient.
-        cache: what is known of the model.
+        request: the samples, directions and settings.
+        lam: λ, by which layer l is weighted with exp(λ(l - L)); None for the plain gradient.
+        cache: the plans of the model.
 
     Yields:
         The projections of some samples along all directions, and their logits.
@@ -91,10 +91,10 @@ class SketchPlan:
     """How the samples of a request are sketched.
 
     Attributes:
-        probe: what the first rows have shown of the model.
-        check_rows: rows of this request to check products with; None until they are needed, if the
-            probe has seen another batch.
-        samples_at_once: how many run in one pass.
+        probe: facts about the model, measured on the first rows.
+        check_rows: rows of this request whose products J s are compared with plain autograd; None
+            until they are needed, if the probe comes from another batch.
+        samples_at_once: the number of samples in one pass.
     """
 
     probe: SketchProbe
@@ -106,14 +106,14 @@ class SketchEngine:
     """Estimates norms from random tangents.
 
     Args:
-        cache: of the model.
+        cache: the plans of the model.
     """
 
     def __init__(self, cache: PlanCache) -> None:
         self.cache = cache
 
     def plan(self, request: GradientRequest) -> SketchPlan:
-        """Look at the first rows, unless such rows were seen before, and size the passes.
+        """Probe the first rows, unless rows of this shape were probed before, and size the passes.
 
         Raises:
             QualmsError: if a tangent does not fit into memory, or the model is random.
@@ -128,12 +128,12 @@ class SketchEngine:
             self.cache.keep(key, probe)
             release_free_memory()
         row_bytes = RESULTS_PER_ROW * max(1, probe.largest_result)
-        # Half of what a row takes are kernels' copies, which come and go.
+        # Half of the bytes of a row are copies that kernels make, which do not exist all at once.
         require_room(2 * weights + row_bytes // 2, request.limit, NEEDS, INSTEAD)
         return SketchPlan(probe, check_rows, _samples_at_once(request, probe, weights))
 
     def run(self, plan: SketchPlan, request: GradientRequest) -> ClassNorms:
-        """The norms of each layer's gradients and their standard errors, k tangents a layer."""
+        """Estimate the norms of each layer's gradients and their standard errors, k tangents a layer."""
         model, granularity = request.model, request.settings.granularity
         values: dict[str, Tensor] = {}
         errors: dict[str, Tensor] = {}
@@ -157,19 +157,19 @@ class SketchEngine:
         request: GradientRequest,
         tangents: Tangents,
     ) -> Iterator[ProjectionBlock]:
-        """Projections of the gradients on k tangents, block by block.
+        """Project the gradients on k tangents, block by block of the samples.
 
         Args:
-            plan: of this request.
-            request: what is sketched.
-            tangents: on some or all parameters.
+            plan: what `plan` returned for this request.
+            request: the samples, directions and settings.
+            tangents: random tangents on some or all parameters.
 
         Yields:
             The projections of some samples along all directions, and their logits.
 
         Raises:
-            QualmsError: if no way of computing the products agrees with plain autograd, or they
-                are not finite.
+            QualmsError: if no way of computing J s agrees with plain autograd, or projections are
+                not finite.
         """
         run = SketchRun(plan, request, tangents, self.cache)
         for block in run.blocks():
@@ -183,6 +183,7 @@ class SketchEngine:
 
 
 def _probe_first_rows(request: GradientRequest) -> tuple[SketchProbe, CheckRows]:
+    """Measure facts about the model, and gradients to check with, on the first samples."""
     first = request.rows(slice(0, PROBED_SAMPLES))
     return probe_rows(request.model, first, request.selected, request.budget // 8)
 
@@ -197,11 +198,11 @@ def _samples_at_once(
     Larger results leave the processor's cache, smaller ones wait for the weights.
 
     Args:
-        request: what is sketched.
-        probe: what is known of the model.
-        weights: bytes of one tangent.
+        request: the samples and settings.
+        probe: facts about the model.
+        weights: the bytes of one tangent.
     """
-    # Tangents that are kept take a quarter of the budget, and another one may be drawn beside them.
+    # Stored tangents take up to a quarter of the budget, and one more may be drawn beside them.
     kept = min(request.budget // 4, request.sketch.tangents * weights)
     whole_tangents = kept // max(1, weights) * weights
     room = request.budget - whole_tangents - weights
@@ -213,13 +214,13 @@ def _samples_at_once(
 
 @dataclass
 class SketchRun:
-    """Products of one request with some tangents.
+    """Computes J s for the rows of one request and k tangents s, and projects gradients by it.
 
     Attributes:
-        plan: of the request.
-        request: what is sketched.
-        tangents: on some or all parameters.
-        cache: of the model.
+        plan: the plan of the request.
+        request: the samples, directions and settings.
+        tangents: random tangents on some or all parameters.
+        cache: the plans of the model.
     """
 
     plan: SketchPlan
@@ -229,36 +230,38 @@ class SketchRun:
 
     @property
     def num_tangents(self) -> int:
-        """k."""
+        """k, the number of tangents."""
         return self.request.sketch.tangents
 
     @property
     def _key(self) -> Key:
-        return ("jvp function", self.request.shapes, tuple(self.tangents.parameters))
+        """The key of the function that computes J s in the cache."""
+        return ("jvp function", self.request.shapes, tuple(self.tangents.like))
 
     def function(self) -> JvpFunction:
-        """The function that plain autograd confirms on the check rows, found once for each kind."""
+        """Find a function that computes J s as plain autograd confirms; cached per input shape."""
 
         def find() -> JvpFunction:
             if self.plan.check_rows is None:
                 _, self.plan.check_rows = _probe_first_rows(self.request)
-            found = find_jvp_function(self.plan.probe, self.plan.check_rows, self.tangents[0])
+            function = find_jvp_function(self.plan.probe, self.plan.check_rows, self.tangents[0])
             release_free_memory()
-            return found
+            return function
 
         return self.cache.once(self._key, find)
 
     def blocks(self) -> list[slice]:
-        """Samples whose rows and projections are held at the same time."""
-        one = self.request.rows(slice(0, 1))
-        row_bytes = sum(t.nbytes for t in batch_tensors(one.batch))
-        sample_bytes = row_bytes + DOUBLES * self.num_tangents * self.plan.probe.classes
+        """Split the samples into blocks whose rows and projections fit half of the budget."""
+        first = self.request.rows(slice(0, 1))
+        input_bytes = sum(t.nbytes for t in batch_tensors(first.batch))
+        sample_bytes = input_bytes + DOUBLES * self.num_tangents * self.plan.probe.classes
         return slices(self.request.num_samples, max(1, self.request.budget // (2 * sample_bytes)))
 
     def project_block(self, block: slice) -> tuple[Tensor, Tensor]:
-        """`_project`, with another function if the known one fails.
+        """Project the gradients of a block of samples (`_project`).
 
-        It may have been found on other samples than these.
+        If that fails with a cached function, which was confirmed on other samples, a function is
+        confirmed on these samples, and the block runs again.
         """
         function = self.function()
         try:
@@ -274,16 +277,16 @@ class SketchRun:
         block: slice,
         function: JvpFunction,
     ) -> tuple[Tensor, Tensor]:
-        """The projections [k, b, m] and the logits [b, c] of the samples of a block."""
+        """Compute the projections [k, b, m] and the logits [b, c] of a block of samples."""
         step = self.plan.samples_at_once
         batches: list[ModelInput] = []
         for start in range(block.start, block.stop, step):
             rows = self.request.rows(slice(start, min(start + step, block.stop)))
             batches.append(self.plan.probe.reformat(rows))
         if len(batches) == 1 and num_samples(batches[0].batch) == 1:
-            found = self._project_together(self.request.rows(block), function)
-            if found is not None:
-                return found
+            projected = self._project_together(self.request.rows(block), function)
+            if projected is not None:
+                return projected
         return self._project_one_by_one(batches, function)
 
     def _project_one_by_one(
@@ -291,11 +294,11 @@ class SketchRun:
         batches: list[ModelInput],
         function: JvpFunction,
     ) -> tuple[Tensor, Tensor]:
-        """One pass for each tangent and batch."""
+        """Run one pass for each tangent and batch; returns what `_project` returns."""
         model = self.request.model
         s = self.tangents[0]
         checked = check_batches(function, model, self.plan.probe, batches, s, self.cache)
-        release_free_memory()  # that of the checks
+        release_free_memory()  # memory that the checks used
         projections = [
             [self._project_rows(rows, c.first)] for rows, c in zip(batches, checked, strict=True)
         ]
@@ -308,11 +311,11 @@ class SketchRun:
         logits: list[Tensor] = []
         for rows, c in zip(batches, checked, strict=True):
             logits.append(c.first.logits[:: rows.rows_per_sample])
-        values = torch.cat([torch.stack(of_batch) for of_batch in projections], dim=1)
+        values = torch.cat([torch.stack(per_tangent) for per_tangent in projections], dim=1)
         return values, torch.cat(logits)
 
     def _project_rows(self, rows: ModelInput, product: Jvp) -> Float[Tensor, "b m"]:
-        """The projections of the samples' gradients along all directions."""
+        """Compute v·(J s) for each sample and direction v, from the logits and J s of their rows."""
         groups = (-1, rows.rows_per_sample)
         z = product.logits.unflatten(0, groups)
         dz = product.derivative.unflatten(0, groups)
@@ -323,41 +326,48 @@ class SketchRun:
         row: ModelInput,
         function: JvpFunction,
     ) -> tuple[Tensor, Tensor] | None:
-        """Several tangents in one pass over a single row; None where that fails.
+        """Run several tangents in one pass over a single row; None if that fails or does not fit.
 
-        Such a pass waits for weights more than it computes. The first time it must agree with one
-        tangent at a time. Images keep the plain memory format, which is that of the tangents: torch
-        would copy each to that of its weight.
+        A pass over one row mostly waits for weights to be read, so tangents share it. The first
+        time, the result must agree with that of one tangent alone. Images keep the contiguous
+        memory format, like the tangents: in channels-last torch would convert every tangent.
+
+        Args:
+            row: the row.
+            function: the function that plain autograd confirmed for one tangent.
+
+        Returns:
+            The projections [k, 1, m] and the logits [1, c]; or None.
         """
         key = ("stacked tangents", *self._key)
         result = RESULTS_PER_ROW * max(1, self.plan.probe.largest_result)
         at_once = min(self.tangents.stack_size, self.request.budget // result)
-        known = self.cache.get(key, bool)
-        if function is not forward_mode or at_once < 2 or known is False:
+        confirmed = self.cache.get(key, bool)  # None if it was not tried yet
+        if function is not forward_mode or at_once < 2 or confirmed is False:
             return None
 
         def run() -> Jvp:
-            one = None if known else function(self.request.model, row, self.tangents[0])
-            found = self._stacked_products(row, at_once)
-            first = Jvp(found.logits, found.derivative[0])
-            if one is not None and not same_products(first, one, self.plan.probe.precision):
+            alone = None if confirmed else function(self.request.model, row, self.tangents[0])
+            stacked = self._stacked_products(row, at_once)
+            first = Jvp(stacked.logits, stacked.derivative[0])
+            if alone is not None and not same_products(first, alone, self.plan.probe.precision):
                 raise NotBatchable("tangents influence each other")
-            return found
+            return stacked
 
-        found = attempt("push several tangents at once", run)
-        self.cache.keep(key, not isinstance(found, Fallback))
-        if isinstance(found, Fallback):
+        products = attempt("push several tangents at once", run)
+        self.cache.keep(key, not isinstance(products, Fallback))
+        if isinstance(products, Fallback):
             return None
         names = self.request.directions.names
-        z = found.logits[:, None]
-        values = [project_directions(names, z, dz[:, None]) for dz in found.derivative]
-        return torch.stack(values), found.logits
+        z = products.logits[:, None]
+        values = [project_directions(names, z, dz[:, None]) for dz in products.derivative]
+        return torch.stack(values), products.logits
 
     def _stacked_products(self, row: ModelInput, at_once: int) -> Jvp:
-        """The logits [1, c] of a row, and its products [k, 1, c] with all tangents."""
+        """Compute the logits [1, c] of a row, and J s [k, 1, c] for all tangents s."""
         derivatives: list[Tensor] = []
-        for some in slices(self.num_tangents, at_once):
-            stacked: Tangent = self.tangents.stack(some.start, some.stop)
+        for part in slices(self.num_tangents, at_once):
+            stacked: Tangent = self.tangents.stack(part.start, part.stop)
             z, dz = forward_mode(self.request.model, row, stacked, several=True)
             derivatives.append(dz)
         return Jvp(z[0], torch.cat(derivatives))

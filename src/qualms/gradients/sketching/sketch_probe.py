@@ -21,7 +21,7 @@ from qualms.gradients.model_input import (
     ModelInput,
     forward_logits,
     in_channels_last,
-    some_alone,
+    rows_to_run_alone,
     wants_channels_last,
 )
 from qualms.gradients.plan_cache import PlanCache
@@ -29,8 +29,8 @@ from qualms.gradients.precision import close, close_logits, coarser, tolerance_o
 from qualms.gradients.single_sample import (
     FirstSample,
     ModelProfile,
+    check_repeatable,
     random_direction,
-    require_repeatable,
     sample_gradients,
 )
 from qualms.gradients.sketching.jvp import JVP_FUNCTIONS, Jvp, JvpFunction, forward_mode
@@ -122,7 +122,7 @@ def probe_rows(
         first = replace(first, gradient={})
     for row in others:
         logits, gradient = sample_gradients(model, row, selected, random_direction)
-        require_repeatable(model, row, logits)
+        check_repeatable(model, row, logits)
         used |= set(gradient)
         if keep:
             gradients.append(gradient)
@@ -362,7 +362,7 @@ def _require_independent_rows(
     if probe.compare_alone:
         _require_repeatable_rows(model, model_input)
     same = same_products(apart, together, precision)
-    for row in some_alone(num_samples(model_input.batch)):
+    for row in rows_to_run_alone(num_samples(model_input.batch)):
         alone = function(model, model_input.take([row]), tangent)
         of_row = Jvp(together.logits[row : row + 1], together.derivative[row : row + 1])
         same = same and same_products(alone, of_row, precision)
@@ -381,7 +381,7 @@ def _require_repeatable_rows(model: nn.Module, model_input: ModelInput) -> None:
     """Raise QualmsError if a second pass on a single row gives other logits."""
     for number in range(num_samples(model_input.batch)):
         row = model_input.take([number])
-        require_repeatable(model, row, forward_logits(model, row))
+        check_repeatable(model, row, forward_logits(model, row))
 
 
 def _in_groups(function: JvpFunction, groups: int | None = None) -> JvpFunction:
