@@ -236,7 +236,7 @@ class SketchRun:
     @property
     def _key(self) -> Key:
         """The key of the function that computes J s in the cache."""
-        return ("jvp function", self.request.shapes, tuple(self.tangents.like))
+        return ("jvp function", self.request.shapes, tuple(self.tangents.parameters))
 
     def function(self) -> JvpFunction:
         """Find a function that computes J s as plain autograd confirms; cached per input shape."""

@@ -300,12 +300,13 @@ class Outer:
         gram_times_d = torch.matmul(gram.unsqueeze(1), d)
         products = (gram_times_d.flatten(2) @ d.flatten(2).mT).double()
         squares = products.diagonal(dim1=1, dim2=2)
-        odd = (
+        unreliable = (
             outside_float32_range(squares) | outside_float32_range(gram.flatten(1).amax(1))[:, None]
         )
-        if bool(odd.any()):
-            odd &= (squares != 0) | self.overlaps(d)
-            self._recompute_in_double(products, d, odd.any(1).nonzero().flatten().tolist())
+        if bool(unreliable.any()):
+            unreliable &= (squares != 0) | self.overlaps(d)
+            indices = unreliable.any(1).nonzero().flatten().tolist()
+            self._recompute_in_double(products, d, indices)
         return self._sum_groups(products)
 
     def sum_of_position_norms(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m"]:
@@ -348,17 +349,20 @@ class Outer:
         # Where positions cancel, this sum loses twice as many digits as the gradient δᵀa does:
         # write that out instead.
         without_cancellation = torch.linalg.vecdot(delta_squares, squares)
-        odd = outside_float32_range(delta_squares.amax(1)) | outside_float32_range(squares.amax(1))
-        odd |= outside_float32_range(without_cancellation) | ~each.isfinite()
-        if bool(odd.any()):
-            each = torch.where(d.flatten(1).any(1), each, 0.0)
-            odd &= (each != 0) | self.overlaps(d.unsqueeze(1)).squeeze(1)
-        each = each.double()
-        again = ((each < CANCELLED * without_cancellation) | odd).nonzero().squeeze(1)
-        if len(again):
-            a = self._by_position(self.activations())[again]
-            each[again] = sum_of_squares(torch.bmm(d[again].mT, a).flatten(1))
-        return each
+        unreliable = outside_float32_range(delta_squares.amax(1)) | outside_float32_range(
+            squares.amax(1)
+        )
+        unreliable |= outside_float32_range(without_cancellation) | ~squared_norms.isfinite()
+        if bool(unreliable.any()):
+            squared_norms = torch.where(d.flatten(1).any(1), squared_norms, 0.0)
+            unreliable &= (squared_norms != 0) | self.overlaps(d.unsqueeze(1)).squeeze(1)
+        squared_norms = squared_norms.double()
+        recompute = (squared_norms < CANCELLED * without_cancellation) | unreliable
+        indices = recompute.nonzero().squeeze(1)
+        if len(indices):
+            a = self._by_position(self.activations())[indices]
+            squared_norms[indices] = sum_of_squares(torch.bmm(d[indices].mT, a).flatten(1))
+        return squared_norms
 
     def _recompute_in_double(
         self, products: Float64[Tensor, "bg m m"], d: Float[Tensor, "bg m t o"], which: list[int]
