@@ -1,5 +1,6 @@
 """Old public names work for one version, and say what to use."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -40,3 +41,20 @@ def test_concatenated_is_concatenate() -> None:
     scored = qualms.Scorer(nn.Linear(4, 3), "entropy")(torch.rand(2, 4))
     with pytest.warns(DeprecationWarning, match=r"use Scored\.concatenate"):
         assert len(qualms.Scored.concatenated([scored, scored])) == 4
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("qualms.data", "Fit", "ImageTransform"),
+        ("qualms.data", "Normalisation", "Normalization"),
+        ("qualms.models", "normalisation_of", "normalization_of"),
+        ("qualms.threshold", "MadeBy", "Provenance"),
+    ],
+)
+def test_an_old_name_is_the_new_one(module: str, old: str, new: str) -> None:
+    home = importlib.import_module(module)
+    with pytest.warns(DeprecationWarning, match=rf"{old} is deprecated; use .*{new}"):
+        assert getattr(home, old) is getattr(home, new)
+    with pytest.raises(AttributeError, match="nothing"):
+        home.nothing  # noqa: B018

@@ -35,7 +35,7 @@ from qualms.methods.at_positions import (
 )
 from qualms.methods.context import BatchContext, ModelContext
 from qualms.methods.gradient_score import GradientScore
-from qualms.methods.method import Method
+from qualms.methods.method import Method, estimate_scores
 from qualms.position_table import (
     PositionTable,
     flatten_targets,
@@ -331,7 +331,7 @@ class PositionScorer:
         )
         batch_context = BatchContext(at_position, sample.batch, [number])
         for name, method in self.methods.items():
-            estimate = method.estimate(batch_context)
+            estimate = estimate_scores(method, batch_context)
             table.scores[name] = estimate.values.detach().to(batch_context.dtype)
             table.errors[name] = estimate.errors_as(table.scores[name])
             note = method.note(batch_context)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from qualms.methods.context import BatchContext
 from qualms.methods.gradient_score import GradientScore
-from qualms.methods.method import Estimate, Method, to_finite
+from qualms.methods.method import Estimate, Method, estimate_scores, to_finite
 from qualms.result import Scored
 
 
@@ -23,7 +23,7 @@ def score_samples(
     computed: dict[Method, Estimate] = {}
     for method in methods.values():
         if method not in computed:
-            computed[method] = method.estimate(context)
+            computed[method] = estimate_scores(method, context)
     scores: dict[str, Tensor] = {}
     errors: dict[str, Tensor] = {}
     notes: dict[str, str] = {}

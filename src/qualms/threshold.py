@@ -395,3 +395,11 @@ def _explain_missing_labels(
         f"{best.accepted} most certain are wrong, but there are only {n}; add more, or "
         "allow more risk."
     )
+
+
+def __getattr__(name: str) -> Any:
+    """Look up a deprecated name, and warn that it has a new one."""
+    if name != "MadeBy":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warn_renamed("qualms.threshold.MadeBy", "qualms.threshold.Provenance")
+    return Provenance

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.settings import Settings, Sketch, Smoothing
+from qualms.gradients.settings import Engine, Settings, Sketch, Smoothing
 from qualms.methods import MCAA, METHODS, GradientScore, Method, PerturbX, REGrad, parse
 from qualms.methods.context import BatchContext, ModelContext
 
@@ -198,6 +198,45 @@ def test_methods_are_reached_by_package_and_by_module() -> None:
     for module in pkgutil.iter_modules(qualms.methods.__path__):
         importlib.import_module(f"qualms.methods.{module.name}")
     assert qualms.methods.gradients.REGrad is REGrad
+
+
+@dataclass(frozen=True)
+class Half(REGrad):
+    name = "half"
+
+    def score(self, context: BatchContext) -> Tensor:
+        return super().score(context) / 2
+
+
+@dataclass(frozen=True)
+class WithOldError(Method):
+    name = "with-old-error"
+    paper = "none"
+    needs = ("logits",)
+    cost = "1"
+
+    def score(self, context: BatchContext) -> Tensor:
+        return -context.probs.amax(-1)
+
+    def error(self, context: BatchContext) -> Tensor:
+        return torch.full((len(context.probs),), 0.25)
+
+
+@pytest.mark.parametrize("engine", ["exact", "sketch"])
+def test_a_subclass_may_override_the_score_of_a_gradient_score(engine: Engine) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3).double(), torch.randn(5, 4).double()
+    whole, errors = qualms.score_with_error(model, x, "regrad", engine=engine)
+    half, same = qualms.score_with_error(model, x, Half(), engine=engine)
+    torch.testing.assert_close(half, whole / 2)
+    torch.testing.assert_close(same, errors)
+
+
+def test_an_overridden_error_is_used_with_a_warning() -> None:
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    with pytest.warns(DeprecationWarning, match=r"use WithOldError\.estimate"):
+        errors = qualms.score_with_error(model, x, WithOldError())[1]
+    assert errors.tolist() == [0.25] * 5
 
 
 @pytest.mark.slow

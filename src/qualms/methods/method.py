@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass
+from dataclasses import Field, dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -185,6 +185,36 @@ class Method(Protocol):
     def quick(self) -> "Method":
         """Return the same method with two draws at most: enough to see whether it works."""
         return self
+
+
+def estimate_scores(method: Method, context: BatchContext) -> Estimate:
+    """Compute the scores of a batch by one method, with their standard errors.
+
+    A subclass of a method that has standard errors may override `score` alone; its values replace
+    those of the estimate. An overridden `error` is deprecated, and used as well.
+
+    Args:
+        method: the method, perhaps a user's own.
+        context: the batch.
+    """
+    estimate = method.estimate(context)
+    has_errors = type(method).estimate is not Method.estimate
+    if has_errors and _is_overridden(method, "score"):
+        estimate = replace(estimate, values=method.score(context))
+    if _is_overridden(method, "error"):
+        warn_renamed(f"{type(method).__name__}.error", f"{type(method).__name__}.estimate")
+        estimate = replace(estimate, errors=method.error(context))
+    return estimate
+
+
+def _is_overridden(method: Method, name: str) -> bool:
+    """Whether a subclass of the class that defines `estimate` defines a method of this name."""
+    for kind in type(method).__mro__:
+        if "estimate" in vars(kind):
+            return False
+        if name in vars(kind):
+            return True
+    return False
 
 
 def convert_noise(noise: Noise, scale: Scale) -> Noise:
