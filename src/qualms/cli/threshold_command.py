@@ -125,8 +125,9 @@ def threshold(
         if correct is not None:
             wrong = f", {int((~correct & accepted.cpu()).sum())} of them wrong"
         typer.echo(
-            f"{_promise(new_threshold)}. Of {len(known_images)} images of {known_images.source or images}, {count} are "
-            f"accepted{wrong}: {next(iter(wanted))} is at most {new_threshold.value:.6g}. The file: {out}"
+            f"{_promise(new_threshold)}. Of {len(known_images)} images of "
+            f"{known_images.source or images}, {count} are accepted{wrong}: {next(iter(wanted))} is "
+            f"at most {new_threshold.value:.6g}. Saved to {out}"
         )
     exit_if_incomplete(len(known_images.rejected))
 
@@ -209,7 +210,7 @@ def _show(path: str, threshold: Threshold, json_lines: bool) -> None:
             "It does not record its method and network; use it only with those it was set for."
         )
     else:
-        lines.append("It is valid only for scores that are computed by:")
+        lines.append("It is valid only for scores computed with:")
         for name, value in asdict(threshold.provenance).items():
             if value is not None:
                 lines.append(f"  {name}: {value}")
@@ -235,7 +236,7 @@ def _promise(threshold: Threshold) -> str:
     if kind == "risk" and len(shares) == 2:
         return f"At most {shares[0]} wrong among the accepted, at confidence {shares[1]}"
     if kind == "risk" and len(shares) == 1:
-        return f"At most {shares[0]} wrong among the accepted of the inputs that it was set on"
+        return f"At most {shares[0]} wrong among the accepted, on the inputs that it was set on"
     return f"Its rule is: {threshold.rule}"
 
 

@@ -156,7 +156,7 @@ def list_folder(path: Path, split: str) -> Listing:
         if not inside:
             # If it were skipped, the classes after it would have other numbers than in a split in
             # which it has images.
-            raise QualmsError(f"the class folder {folder} holds no images; fill it, or remove it.")
+            raise QualmsError(f"the class folder {folder} has no images; add some, or remove it.")
         files += inside
         labels += [label] * len(inside)
         others += more

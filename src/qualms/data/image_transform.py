@@ -64,7 +64,8 @@ class ImageTransform:
         is_smaller = before[0] < self.size[0] or before[1] < self.size[1]
         if is_smaller and not isinstance(self.resize, int):
             raise QualmsError(
-                f"no {_format_size(self.size)} can be cropped from {_format_size(before)} pixels; resize to more."
+                f"cannot crop {_format_size(self.size)} from {_format_size(before)} pixels; "
+                "resize to a larger size."
             )
         if self.interpolation not in get_args(Interpolation):
             names = ", ".join(get_args(Interpolation))

@@ -31,7 +31,7 @@ LOGIT_COPIES = 16  # copies of the logits, in float64, that a score computes wit
 DOUBLE = 8  # bytes of a float64
 SMALL_INPUT_BYTES = 2**17  # a pass over inputs with fewer bytes is not measured
 LARGE_ROW_BYTES = 2**26  # before a pass with more bytes, free memory is released
-FEWER_PARAMETERS = "select fewer parameters by `params`, or use smaller inputs"
+FEWER_PARAMETERS = "select fewer parameters with `params`, or use smaller inputs"
 
 
 def default_budget(device: torch.device) -> int:

@@ -322,7 +322,7 @@ class _Planning:
         norms = measure(pullback, direction, "l2")
         same_logits = close_logits(logits.detach(), first.logits, first.precision)
         if not same_logits or not self._is_expected(norms):
-            raise NotBatchable("the recorded gradient is not plain autograd's")
+            raise NotBatchable("the recorded gradient differs from plain autograd's")
         last = LastProduct.of(pullback)
         return Plan(
             classes=logits.shape[1],
@@ -375,7 +375,7 @@ class _Planning:
         pullback = Pullback(logits, recorder.factors, plan.weights, samples=2)
         norms = measure(pullback, only_first, "l2")
         if not self._is_expected({name: value[:1] for name, value in norms.items()}):
-            raise NotBatchable("an input's gradient depends on what else is in the batch")
+            raise NotBatchable("the gradient of a sample depends on the rest of the batch")
 
 
 @dataclass(frozen=True)

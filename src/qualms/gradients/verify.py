@@ -26,8 +26,8 @@ from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Kind
 
 ROWS_AHEAD = 2048  # rows whose logits are computed together, ahead of the chunks compared with them
-INFLUENCE = "the inputs of a batch influence each other"
-MIXTURE = "the model mixes the inputs of a batch"
+INFLUENCE = "the samples of a batch influence each other"
+MIXTURE = "the model mixes samples within a batch"
 
 
 # Cross-batch influence.

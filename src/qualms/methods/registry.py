@@ -124,7 +124,7 @@ def parse(spec: str) -> Method:
     parameters = [f.name for f in fields(kind) if f.name not in MODIFIERS]
     if len(arguments) > len(parameters):
         takes = f"takes {', '.join(parameters)}" if parameters else "takes no parameters"
-        raise QualmsError(f"{spec!r} gives {name} {len(arguments)} parameters; it {takes}.")
+        raise QualmsError(f"{spec!r} passes {len(arguments)} parameters to {name}, which {takes}.")
     method: Method = kind(**_name_arguments(kind, arguments))
     for modifier in modifiers:
         method = _modify(method, *_parse_call(modifier, spec), spec)
@@ -150,11 +150,12 @@ def _modify(method: Method, modifier: str, arguments: list[float], spec: str) ->
             f"{method.name} is not one."
         )
     if (method.layers if modifier == "layers" else method.smooth) is not None:
-        raise QualmsError(f"{spec!r} has {modifier!r} twice; give it once.")
+        raise QualmsError(f"{spec!r} has {modifier!r} twice; pass it once.")
     max_arguments = MODIFIERS[modifier]
     if len(arguments) > max_arguments:
         raise QualmsError(
-            f"{spec!r} gives {modifier} {len(arguments)} parameters; it takes {max_arguments} at most."
+            f"{spec!r} passes {len(arguments)} parameters to {modifier}, which takes at most "
+            f"{max_arguments}."
         )
     if modifier == "layers":
         return replace(method, layers=arguments[0] if arguments else LAMBDA)

@@ -265,7 +265,7 @@ def _describe_mismatch(
         theirs = tuple(state[misshapen[0]].shape)
         ours = tuple(expected[misshapen[0]].shape)
         problems.append(
-            f"{_keys(misshapen)} of another shape (first '{misshapen[0]}': {theirs} in the file, "
+            f"{_keys(misshapen)} with a different shape (first '{misshapen[0]}': {theirs} in the file, "
             f"{ours} here)"
         )
     if missing or unexpected:

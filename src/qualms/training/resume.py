@@ -74,7 +74,7 @@ def resume_run(
     for key in {**saved_settings, **settings}:
         if saved_settings.get(key) != settings.get(key):
             raise QualmsError(
-                f"{path} comes from a training with another {key} ({saved_settings.get(key)}, not "
+                f"{path} comes from a training run with another {key} ({saved_settings.get(key)}, not "
                 f"{settings.get(key)}); choose another file, or delete it."
             )
 
