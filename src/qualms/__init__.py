@@ -73,13 +73,16 @@ _PACKAGES = ("data", "methods", "metrics", "models")
 
 
 def __getattr__(name: str) -> object:
+    """Import a public name or subpackage when it is first asked for."""
     if name in _PACKAGES:
         return import_module(f"qualms.{name}")
     if name in _MODULES:
+        # Stored, so that Python does not call this function for the name again.
         found = globals()[name] = getattr(import_module(_MODULES[name]), name)
         return found
     raise AttributeError(f"module 'qualms' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
+    """List the public names too, imported or not, as for tab completion."""
     return sorted({*globals(), *__all__})

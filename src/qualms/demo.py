@@ -24,7 +24,8 @@ from qualms.tasks.rows import LeftOutRow
 from qualms.tasks.runtime import runtime
 from qualms.training import RECIPES, fit
 
-KNOWN = 7  # the number of classes that the network learns: the digits 0 to 6
+# The number of classes that the network learns: the digits 0 to 6.
+KNOWN = 7
 SIZE = 16  # height and width of the images, in pixels
 EPOCHS = 10
 TRAININGS = 3  # the first is the network, the others its ensemble
@@ -55,7 +56,8 @@ def prepare(seed: int = 0, progress: ProgressFn | None = None) -> Scene:
 
     Args:
         seed: The seed of the initial weights, the training and the choice of images.
-        progress: Called with the number of networks that are trained.
+        progress: Called with a kind of work, the number of networks trained so far, and their
+            number in all.
     """
     train = load("data:digits", split="train").convert(1, SIZE)
     test = load("data:digits", split="test").convert(1, SIZE)
@@ -76,7 +78,10 @@ def prepare(seed: int = 0, progress: ProgressFn | None = None) -> Scene:
 
 
 def every_method() -> dict[str, Method]:
-    """Return methods by spec, with noise in pixels: REGrad* first, then all others as they are."""
+    """Return every method by its spec: REGrad* first, then all others with default parameters.
+
+    Noise levels are in pixels.
+    """
     names = [kind.name for kind in METHODS]
     return {spec: parse(spec) for spec in (DEFAULT, "regrad+layers", *names)}
 
@@ -89,7 +94,7 @@ def evaluate(
     Args:
         scene: The scene that `prepare` returned.
         seed: The seed of all random draws.
-        progress: Called with a kind of work, how much of it is done, and of how much.
+        progress: Called with a kind of work, how much of it is done, and how much there is.
 
     Returns:
         What the report shows, and a row with the reason for each method that the network does not
@@ -125,7 +130,7 @@ def evaluate(
 
 
 def _train(images: Images, seed: int) -> nn.Module:
-    """Train a CNN on images; the global random state is left unchanged."""
+    """Train a CNN on images of the known digits; the global random state is left unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = paper_cnn(channels=1, size=SIZE, classes=KNOWN)
@@ -134,7 +139,7 @@ def _train(images: Images, seed: int) -> nn.Module:
 
 
 def _take_classes(images: Images, wanted: range, name: str) -> Images:
-    """Return the images of some classes.
+    """Select the images of some classes.
 
     Args:
         images: Images with labels.
@@ -148,7 +153,7 @@ def _take_classes(images: Images, wanted: range, name: str) -> Images:
 
 
 def _concatenate(a: Images, b: Images) -> Images:
-    """Return the images of two splits together."""
+    """Join the labeled images of two splits of one dataset."""
     assert a.labels is not None
     assert b.labels is not None
     pixels, labels = torch.cat([a.pixels, b.pixels]), torch.cat([a.labels, b.labels])

@@ -109,7 +109,8 @@ def temp_sibling(path: Path, called: str | None = None) -> Iterator[Path]:
     try:
         yield part
     finally:
-        with suppress(OSError):  # such as a folder that has become read-only
+        # Such as a folder that has become read-only.
+        with suppress(OSError):
             part.unlink(missing_ok=True)
         if lock is not None:
             lock.close()
@@ -159,7 +160,11 @@ def lock_file(path: Path) -> IO[bytes]:
 
 
 def _replaceable_file(path: Path) -> Path | None:
-    """Return the file to replace, behind all links; None for what is not a regular file."""
+    """Return the file to replace, behind all links; None for what is not a regular file.
+
+    Raises:
+        OSError: If the path is a folder, or a file without permission to write.
+    """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     # A folder lets its files be replaced even if they are protected.
@@ -170,11 +175,16 @@ def _replaceable_file(path: Path) -> Path | None:
 
 
 def _mode(path: Path) -> int:
+    """Return the permission bits of a file."""
     return path.stat().st_mode & 0o777
 
 
 def _create_sibling(path: Path) -> tuple[Path, IO[bytes] | None]:
-    """Create a temporary file beside `path`; return it with the open file that locks it, if any."""
+    """Create an empty temporary file beside `path`, and lock it if the file system can.
+
+    Returns:
+        The path of the temporary file, and the open file that holds the lock; None without a lock.
+    """
     tries = 0
     while True:
         part = path.with_name(f".{path.name}.{token_hex(4)}.part")
@@ -184,17 +194,24 @@ def _create_sibling(path: Path) -> tuple[Path, IO[bytes] | None]:
         file.close()
         tries += 1
         if fcntl is None or tries == MAX_TRIES:
-            return part, None  # closed, since Windows neither moves nor removes open files
-        part.unlink(missing_ok=True)  # another run took it for a leftover
+            # Closed, since Windows neither moves nor removes open files.
+            return part, None
+        # Another run took it for a leftover.
+        part.unlink(missing_ok=True)
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether an open file is still the one at `path`."""
+    """Whether an open file is still the one at `path`: it was neither removed nor replaced."""
     return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Lock a file until it is closed or its process ends; return False if another has locked it."""
+    """Lock a file until it is closed or its process ends; do not wait for the lock.
+
+    Returns:
+        False if another run has locked it, or if the file system has no locks. True on Windows,
+        where nothing is locked.
+    """
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

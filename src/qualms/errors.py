@@ -124,5 +124,8 @@ def explain_failure(
 
 
 def warn_renamed(old: str, new: str) -> None:
-    """Warn, where a deprecated name is used, that it has a new one."""
+    """Warn, where a deprecated name is used, that it has a new one.
+
+    The warning points to the code that called the deprecated function (`stacklevel=3`).
+    """
     warnings.warn(f"{old} is deprecated; use {new}.", DeprecationWarning, stacklevel=3)

@@ -151,7 +151,11 @@ def compare(
 def require_options(function: str, options: ScorerOptions) -> None:
     """Raise Python's own error for a keyword argument that the function does not have.
 
-    Without it the error would name `Scorer`, which has more arguments.
+    Without this check the error would name `Scorer`, which has more arguments.
+
+    Args:
+        function: the name of the function that the user called.
+        options: its keyword arguments.
     """
     for name in options:
         if name not in ScorerOptions.__annotations__:
@@ -179,7 +183,7 @@ def _split(x: Any) -> Any:
 
 
 def _count_inputs(x: Any) -> int | None:
-    """Count the inputs; None if their number is unknown before they are read."""
+    """Return the number of inputs, for progress; None if it is unknown before they are read."""
     try:
         if isinstance(x, DataLoader):
             return len(x.sampler)  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ def save_model(scorer: Scorer, path: str | Path, **more: Any) -> None:
 
 
 class ScorerModel:
-    """The loaded model, with the method that MLflow calls."""
+    """A loaded scorer; MLflow calls its `predict`."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
@@ -69,7 +69,7 @@ class ScorerModel:
             inputs = inputs.to_numpy()
         if not isinstance(inputs, np.ndarray):
             return self.scorer(inputs).to_pandas()
-        # One array is one batch of one tensor.
+        # One array is read as one batch, a single tensor.
         x = cast(torch.Tensor, next(batches(inputs, self.scorer.model)))
         scored = self.scorer(x, numbers=_row_numbers(x))
         return replace(scored, ids=range(len(x))).to_pandas()
@@ -100,12 +100,13 @@ def _load_pyfunc(path: str) -> ScorerModel:
 
 def _requirements() -> list[str]:
     """Return the packages that a saved model needs, for pip."""
-    torch_version = torch.__version__.partition("+")[0]  # without the build, as in 2.5.1+cpu
+    # Without the build, as in 2.5.1+cpu.
+    torch_version = torch.__version__.partition("+")[0]
     return [f"qualms[mlflow]=={__version__}", f"torch=={torch_version}"]
 
 
 def _import_mlflow() -> tuple[Any, Any]:
-    """Return the modules cloudpickle and mlflow.pyfunc."""
+    """Import the modules cloudpickle and mlflow.pyfunc; raise an error if the extra is missing."""
     try:
         import cloudpickle
         from mlflow import pyfunc

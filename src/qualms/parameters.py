@@ -50,6 +50,7 @@ def whole(least: int) -> Rule:
     """Create the rule that allows whole numbers from `least` on."""
 
     def convert(value: Any) -> int:
+        """Return the whole number as an int; raise a ValueError for any other value."""
         _require(isinstance(value, Integral) and not isinstance(value, bool))
         number = int(value)
         _require(number >= least)
@@ -59,11 +60,13 @@ def whole(least: int) -> Rule:
 
 
 def _require(fits: bool) -> None:
+    """Raise a ValueError unless a condition holds; `check_parameters` makes a message of it."""
     if not fits:
         raise ValueError
 
 
 def _finite(value: Any) -> float:
+    """Convert a finite real number to a float; raise a ValueError for others, True and False."""
     _require(isinstance(value, Real) and not isinstance(value, bool))
     number = float(value)
     _require(math.isfinite(number))
@@ -71,30 +74,35 @@ def _finite(value: Any) -> float:
 
 
 def _positive(value: Any) -> float:
+    """Convert a finite number above 0 to a float; raise a ValueError for others."""
     number = _finite(value)
     _require(number > 0)
     return number
 
 
 def _not_negative(value: Any) -> float:
+    """Convert a finite number, 0 or more, to a float; raise a ValueError for others."""
     number = _finite(value)
     _require(number >= 0)
     return number
 
 
 def _share(value: Any) -> float:
+    """Convert a number above 0 and below 1 to a float; raise a ValueError for others."""
     number = _positive(value)
     _require(number < 1)
     return number
 
 
 def _percentile(value: Any) -> float:
+    """Convert a number above 0 and below 100 to a float; raise a ValueError for others."""
     number = _positive(value)
     _require(number < 100)
     return number
 
 
 def _noise(value: Any) -> float | tuple[float, ...]:
+    """Convert a positive number, or a tuple of them; raise a ValueError for others."""
     if not isinstance(value, tuple):
         return _positive(value)
     _require(len(value) > 0)

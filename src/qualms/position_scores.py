@@ -98,7 +98,9 @@ class PositionScorer:
         notes: dict[str, str],
         position_targets: PositionTargets,
     ) -> Scored:
-        """Reduce the scores if `reduce` is set, and create the `Scored`.
+        """Create the `Scored` of a batch; with `reduce`, an input's scores become one number.
+
+        The errors of reduced scores that are estimates are unknown, so NaN.
 
         Args:
             table: the predictions and scores of all inputs.
@@ -170,7 +172,7 @@ class PositionScorer:
         return targets
 
     def _logits(self, sample: SampleAlone) -> Float[Tensor, "*t c"]:
-        """Compute the logits of one input at its positions without padding.
+        """Compute the logits of one input at its positions without padding, in a plain pass.
 
         Raises:
             QualmsError: if the logits do not fit the names of the classes, or the padding.
@@ -207,7 +209,8 @@ class PositionScorer:
         expected = ExpectedLogits.of(flat)
         like = flat[:1].clone()
         dtype = at_least_float32(like).dtype
-        del logits, flat  # passes of the sketch have logits of their own
+        # Frees memory: passes of the sketch compute logits again.
+        del logits, flat
         for smooth, lam in groups_of(self.methods):
             sums = self._sum_tangents(sample, number, (smooth, lam), targets, expected, like)
             for name, (value, error) in sums.scores(self._logits(sample).flatten(0, -2)).items():
@@ -236,7 +239,7 @@ class PositionScorer:
         Args:
             sample: the input.
             number: the number of the input, which decides its random draws.
-            group: the smoothing and the λ of the scores.
+            group: the smoothing and the λ that these scores have in common, a key of `groups_of`.
             targets: the true class at each position, for the norm of the gradient of their
                 likelihood; it is measured only in the group without smoothing and λ.
             expected: a summary of the logits of a plain pass, which the engine compares its own
@@ -245,10 +248,12 @@ class PositionScorer:
         """
         smooth, lam = group
         methods = groups_of(self.methods)[group]
+        # The input and its perturbed copies.
         rows = smooth.draws + 1 if smooth else 1
         measured = targets if group == (None, None) else None
         sums = TangentSums(methods, expected.shape, rows, measured, like)
         context = self.model_context
+        # To the engine, the model with all its positions is one classifier.
         model = AtPositions(context.model, self.positions.class_dim)
         params = inner_params(context.model, context.settings.params)
         settings = replace(context.settings, params=params)
@@ -287,9 +292,10 @@ class PositionScorer:
                 raise QualmsError(
                     f"positions= includes {position}, but the model predicts at {length} positions."
                 )
+            # `own` is the position in the input without padding; None if it is padding.
             own = sample.position_without_padding(position % length)
             table = PositionTable.of_logits(flat[[own or 0]])
-            # Padding, or a hole in the mask.
+            # NaN everywhere for padding, or for a hole in the mask.
             if own is None or (live is not None and not bool(live[0, own])):
                 table = table.map(lambda t: torch.full_like(t, missing_value(t)))
                 for name in self.methods:
@@ -307,13 +313,13 @@ class PositionScorer:
         position: int,
         notes: dict[str, str],
     ) -> None:
-        """Score one position of one input.
+        """Score one position of one input by all methods; changes the table and the notes in place.
 
         Args:
             table: the table of this position, to which scores and errors are added.
             sample: the input.
             number: the number of the input, which decides its random draws.
-            position: the position, counted without padding.
+            position: the index of the position in the input without padding.
             notes: remarks by the name of the method, to which new ones are added.
         """
         context = self.model_context
@@ -321,6 +327,7 @@ class PositionScorer:
         models = (context.model, *context.members)
         models_at = [AtPositions(model, class_dim, [position]) for model in models]
         params = inner_params(context.model, context.settings.params)
+        # The context of a classifier that predicts at this position alone, with its own caches.
         at_position = replace(
             context,
             model=models_at[0],
@@ -344,7 +351,7 @@ class PositionScorer:
         batch: Batch,
         position_targets: PositionTargets,
     ) -> Bool[Tensor, "b ..."]:
-        """Find the positions that neither a mask nor an ignored target leaves out.
+        """Find the positions that count, which neither a mask nor an ignored target leaves out.
 
         Args:
             table: the predictions and scores of all inputs.

@@ -25,8 +25,8 @@ class PositionTable:
         scores: the scores by the name of the method, each [*t].
         errors: the standard errors of the scores by the name of the method, each [*t].
         target_log_probs: log p of the targets, [*t]; None if there are no targets.
-        sequence: ‖∇θ Σ_t log p(y_t)‖ of the targets y_t divided by their number, one number for each
-            input; None if it was not computed.
+        sequence: ‖∇θ Σ_t log p(y_t)‖ of the targets y_t divided by their number, one number for
+            each input; None if it was not computed.
     """
 
     probs: Float[Tensor, "*t k"]
@@ -38,7 +38,11 @@ class PositionTable:
 
     @classmethod
     def of_logits(cls, logits: Float[Tensor, "t c"]) -> "PositionTable":
-        """Create a table of the most probable classes at each position, without scores yet."""
+        """Create a table of the most probable classes at each position, without scores yet.
+
+        Args:
+            logits: the logits at t positions.
+        """
         probs: list[Tensor] = []
         classes: list[Tensor] = []
         for block in blocks(*logits.shape):
@@ -50,7 +54,7 @@ class PositionTable:
         return cls(torch.cat(probs).to(dtype), torch.cat(classes), {}, {})
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "PositionTable":
-        """Return the table with a function applied to every tensor that has an axis of positions.
+        """Apply a function to every tensor that has an axis of positions, and return the new table.
 
         Args:
             change: the function, from a tensor [*t] or [*t, k] to the new one.
@@ -66,13 +70,14 @@ class PositionTable:
         )
 
     def hide(self, counted: Bool[Tensor, "b ..."]) -> "PositionTable":
-        """Return the table with NaN, or class -1, at the positions that do not count.
+        """Mark the positions that do not count by NaN, or class -1, and return the new table.
 
         Args:
             counted: whether each position counts.
         """
 
         def hide(values: Tensor) -> Tensor:
+            """Mark positions in a tensor that may have a further axis of classes."""
             keep = counted if values.ndim == counted.ndim else counted.unsqueeze(-1)
             return values.masked_fill(~keep, missing_value(values))
 
@@ -86,10 +91,12 @@ class PositionTable:
 
         Args:
             tables: tables with the scores of the same methods.
-            join: `torch.stack` or `torch.cat`.
+            join: `torch.stack` for the tables of several inputs, or `torch.cat` for those of
+                several positions of one input.
         """
 
         def join_optional(parts: Iterable[Tensor | None]) -> Tensor | None:
+            """Join the tensors among the parts; None if there is none."""
             present = [part for part in parts if part is not None]
             return join(present) if present else None
 
@@ -114,7 +121,7 @@ def missing_value(values: Tensor) -> float:
 
 
 def flatten_targets(targets: Int[Tensor, "..."], shape: torch.Size) -> Int[Tensor, " t"]:
-    """Flatten the targets of one input.
+    """Flatten the targets of one input, row by row; check that there is one for each position.
 
     Args:
         targets: a class at each position.

@@ -15,8 +15,10 @@ from qualms.errors import QualmsError
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.at_positions import NOWHERE
 
-Reduce = str | float | None  # "mean", "max", "sum", or a quantile between 0 and 1
-Spans = Sequence[Sequence[tuple[int, int]]]  # for each input, where its spans start and end
+# "mean", "max", "sum", or a quantile between 0 and 1.
+Reduce = str | float | None
+# For each input, where its spans start and end.
+Spans = Sequence[Sequence[tuple[int, int]]]
 
 _MANY_POSITIONS = "only for models that predict at many positions; pass class_dim=."
 
@@ -53,8 +55,8 @@ class Positions:
 
     Attributes:
         class_dim: the axis of the classes in the model's logits.
-        reduce: how the scores of an input's positions become one number; None keeps a score for each
-            position.
+        reduce: how the scores of an input's positions become one number; None keeps a score for
+            each position.
         chosen: the positions that are wanted, counted row by row; None for all.
         ignore_index: a target that marks positions which do not count.
     """
@@ -72,9 +74,9 @@ class Positions:
         chosen: Sequence[int] | None,
         ignore_index: int | None,
     ) -> "Positions | None":
-        """Check the arguments of a `Scorer`, and collect them.
+        """Check the arguments of a `Scorer` that concern positions, and collect them.
 
-        The result is None if the model gives one output for each input, so without `class_dim`.
+        Without `class_dim` the model gives one output for each input, and None is returned.
 
         Args:
             class_dim: the axis of the classes in the model's logits.
@@ -105,6 +107,9 @@ class Positions:
 
         Args:
             asked: the `engine` argument of `Scorer`.
+
+        Raises:
+            QualmsError: if this engine cannot compute the scores.
         """
         if self.chosen is not None:
             if asked == "auto":
@@ -137,7 +142,11 @@ class PositionTargets:
     spans: Spans | None = None
 
     def require_use(self, positions: Positions | None) -> None:
-        """Raise an error if the mask, the targets or the spans would be ignored."""
+        """Raise an error if the mask, the targets or the spans would be ignored.
+
+        Args:
+            positions: how outputs are read; None if the model gives one output for each input.
+        """
         if positions is None:
             if any(entry is not None for entry in self._by_name().values()):
                 raise QualmsError(f"mask, targets and spans are {_MANY_POSITIONS}")
@@ -164,7 +173,11 @@ class PositionTargets:
                 )
 
     def part(self, start: int, end: int) -> "PositionTargets":
-        """Return the entries of inputs `start` to `end - 1`, as tensors."""
+        """Return the entries of inputs `start` to `end - 1`, mask and targets as tensors.
+
+        Raises:
+            QualmsError: if there are fewer entries than `end`, or if targets are not integers.
+        """
         for name, entries in self._by_name().items():
             if entries is not None and len(entries) < end:
                 raise QualmsError(
@@ -185,6 +198,7 @@ class PositionTargets:
         return PositionTargets(mask, targets, spans)
 
     def _by_name(self) -> dict[str, Any]:
+        """Return the mask, targets and spans by the names of the arguments that users pass."""
         return {"mask": self.mask, "targets": self.targets, "spans": self.spans}
 
 
@@ -229,7 +243,12 @@ def reduce_positions(
 
 
 def _require_spans(spans: Spans, values: Float[Tensor, "n ..."]) -> None:
-    """Raise an error unless all spans lie within the inputs with these scores."""
+    """Raise an error unless there are spans for each input, all within its positions.
+
+    Args:
+        spans: (start, end) of each span of each input.
+        values: the scores at the positions of the n inputs.
+    """
     if values.ndim != 2 or len(spans) != len(values):
         raise QualmsError(
             f"there are spans for {len(spans)} inputs, but scores of shape {tuple(values.shape)}; "
@@ -250,7 +269,7 @@ def _require_spans(spans: Spans, values: Float[Tensor, "n ..."]) -> None:
 
 
 def _reduce(values: Float[Tensor, " t"], reduce: str | float) -> Float[Tensor, ""]:
-    """Reduce scores without NaN to one number; NaN if none is left."""
+    """Reduce the scores that are not NaN to one number; NaN if all are."""
     live = values[~values.isnan()]
     if len(live) == 0:
         return values.new_tensor(math.nan)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 ProgressFn = Callable[
     [str, int, int], None
-]  # called with the kind of work, how much is done, of how much
-Progress = bool | Callable[[int], None]  # True for a line on the terminal, or called with a count
+]  # called with the kind of work, how much of it is done, and how much there is
+# True for a line on the terminal, or called with a count.
+Progress = bool | Callable[[int], None]
 
 
 @dataclass
@@ -48,12 +49,12 @@ class ProgressLine:
             self._print(f"{done}{of} inputs scored{speed}")
 
     def end(self) -> None:
-        """Leave the line on the terminal, and begin the next one."""
+        """Leave the line on the terminal, and move the cursor to the next line."""
         if self.has_terminal:
             print(file=sys.stderr, flush=True)
 
     def _print(self, text: str) -> None:
-        """Replace the line on the terminal."""
+        """Replace the current line on the terminal by a text."""
         print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
 
 

@@ -15,6 +15,7 @@ from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import LOGITS, Method
 from qualms.models.fingerprint import fingerprint
 
+# The types that fields may have; those not listed are strings.
 _TYPES: dict[str, tuple[type, ...]] = {"tolerance": (int, float), "seed": (int,)}
 
 
@@ -55,7 +56,7 @@ class Provenance:
         provenance = cls(**values)
         for field in fields(cls):
             value = getattr(provenance, field.name)
-            if value is None and field.default is None:
+            if value is None and field.default is None:  # optional
                 continue
             if type(value) not in _TYPES.get(field.name, (str,)):
                 raise ValueError(f"{field.name} is a {type(value).__name__}")
@@ -66,8 +67,11 @@ class Provenance:
     def require_same(self, other: "Provenance") -> None:
         """Raise an error that names every field in which `other` differs.
 
+        Args:
+            other: the provenance of the scores that a threshold with this provenance is to judge.
+
         Raises:
-            QualmsError: if scores of `other` cannot be compared with a threshold of this one.
+            QualmsError: if any field differs, so that the threshold does not fit these scores.
         """
         differences = []
         for field in fields(self):
@@ -141,7 +145,11 @@ def finite_float(number: Any) -> float:
 
 
 def _digest_names(names: Iterable[str]) -> str:
-    """Hash the names of the selected parameters: a function that selects them cannot be compared."""
+    """Hash the names of the selected parameters, as the function that selects them has no identity.
+
+    Returns:
+        Their number and sixteen hex digits, in words.
+    """
     names = list(names)
     digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
     return f"{len(names)} parameters, {digest}"

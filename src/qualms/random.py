@@ -13,5 +13,6 @@ def generator(seed: int, *purpose: int) -> torch.Generator:
         seed: the seed that the user chose.
         purpose: numbers that tell this generator from others, such as the number of a draw.
     """
+    # Hashed: close seeds and purposes then give unrelated numbers.
     state = np.random.SeedSequence([seed, *purpose]).generate_state(2, np.uint32)
     return torch.Generator().manual_seed(int(state[0]) << 32 | int(state[1]))

@@ -109,10 +109,11 @@ class Scored:
         return next(iter(self.scores.values()))
 
     def __len__(self) -> int:
+        """Return n, the number of inputs."""
         return len(self.probs)
 
     def __getitem__(self, index: Any) -> "Scored":
-        """Select some of the inputs by a slice, a mask, or a list of their positions."""
+        """Select some of the inputs by a slice, a mask, or a list of their indices."""
         positions = _positions_of(index, len(self))
         at = torch.tensor(positions, dtype=torch.long, device=self.probs.device)
         return replace(
@@ -127,11 +128,12 @@ class Scored:
         )
 
     def __add__(self, other: object) -> "Scored":
+        """Join two parts of one scorer; see `concatenate`."""
         return Scored.concatenate([self, other]) if isinstance(other, Scored) else NotImplemented
 
     @staticmethod
     def concatenate(parts: "Iterable[Scored]") -> "Scored":
-        """Join the parts of one scorer, in the order given.
+        """Join several `Scored` of one scorer, in the order given.
 
         Texts shorter than the longest are padded with masked positions.
 
@@ -173,7 +175,7 @@ class Scored:
 
     @property
     def _kind(self) -> tuple[object, ...]:
-        """What two parts must have in common to be concatenated."""
+        """What two parts must have in common to be concatenated: methods, classes and threshold."""
         kind = (
             tuple(self.scores),
             self.probs.shape[-1],
@@ -198,6 +200,7 @@ class Scored:
         rows = torch.arange(len(self))[:, None]
         if scores.ndim > 1:
             rows = (~scores.isnan()).nonzero()
+        # The index of each row of the table.
         at = tuple(rows.to(scores.device).unbind(1))
         # Scores of spans, or of whole texts, have no prediction each.
         has_predictions = scores.shape == self.prediction.shape and not self.of_spans
@@ -248,7 +251,12 @@ class Scored:
 
 
 def require_names(names: tuple[str, ...] | None, num_classes: int) -> None:
-    """Raise an error if there are names, and not one for each class."""
+    """Raise an error if classes have names, but not one for each class.
+
+    Args:
+        names: the names of the classes; None if they have none.
+        num_classes: the number of logits of the model.
+    """
     if names is not None and len(names) != num_classes:
         raise QualmsError(
             f"there are {len(names)} class_names but {num_classes} logits; pass one name per class."
@@ -267,7 +275,12 @@ def _name_classes(classes: list[Any], names: tuple[str, ...]) -> list[Any]:
 
 
 def _name_axes(ndim: int, has_predictions: bool) -> tuple[str, ...]:
-    """Name the axes of scores after the first, which counts the inputs."""
+    """Name the axes of scores after the first, which counts the inputs.
+
+    Args:
+        ndim: the number of axes, the first included.
+        has_predictions: whether each score has a prediction; else a second axis counts spans.
+    """
     if not has_predictions:
         return ("span",)[: ndim - 1]
     known: dict[int, tuple[str, ...]] = {1: (), 2: ("position",), 3: ("row", "column")}
@@ -275,6 +288,7 @@ def _name_axes(ndim: int, has_predictions: bool) -> tuple[str, ...]:
 
 
 def _take(tensor: Tensor | None, at: Tensor) -> Tensor | None:
+    """Select entries of a tensor by their indices; None stays None."""
     return None if tensor is None else tensor[at]
 
 
@@ -282,7 +296,7 @@ def _join(parts: Sequence[Any]) -> Any:
     """Concatenate tensors; if they differ in length on the second axis (tokens), pad the shorter ones.
 
     Returns:
-        The tensor; None if the parts are None.
+        The joined tensor; None if the parts are None.
     """
     if parts[0] is None:
         return None
@@ -298,7 +312,7 @@ def _join(parts: Sequence[Any]) -> Any:
 
 
 def _pad(t: Tensor, length: int) -> Tensor:
-    """Pad the second axis to a length with masked positions: NaN, or class -1."""
+    """Pad the second axis of a tensor to a length with what marks masked positions: NaN, or -1."""
     missing = torch.nan if t.is_floating_point() else -1
     padded = t.new_full((len(t), length, *t.shape[2:]), missing)
     padded[:, : t.shape[1]] = t
@@ -306,7 +320,7 @@ def _pad(t: Tensor, length: int) -> Tensor:
 
 
 def _positions_of(index: Any, length: int) -> list[int]:
-    """Convert a slice, a mask or a list of positions to the list of selected positions.
+    """Convert a slice, a mask or a list of indices of inputs to the list of selected indices.
 
     Args:
         index: the slice, mask or list.

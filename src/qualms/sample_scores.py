@@ -18,7 +18,7 @@ def score_samples(
     Args:
         context: the model with the batch, whose passes the methods share.
         methods: the methods by name. Methods that are equal are computed once.
-        numbers: a number for each input, which errors about the input name.
+        numbers: a number for each input, by which errors refer to it.
     """
     computed: dict[Method, Estimate] = {}
     for method in methods.values():

@@ -103,7 +103,7 @@ class Scorer:
                 add layers in quadrature, so they rank alike but have other values: compare scores,
                 and use a threshold, within one engine.
             layers: what `+layers` counts: `module`, `tensor` or `block`.
-            norm: of the gradients, `l2` or `l1`.
+            norm: the norm of the gradients, `l2` or `l1`.
             params: which parameters count: a pattern, or a function of names; all by default.
             seed: decides every random draw, together with an input's number.
             batch_size: the most inputs to run at once.
@@ -167,8 +167,8 @@ class Scorer:
                 (labels are ignored).
             first: the number of the first input, which decides its draws; pass it where `x`
                 continues another call.
-            numbers: a number for each input, in place of first, first + 1, …: an input that keeps its
-                number keeps its random draws.
+            numbers: a number for each input, in place of first, first + 1, …: an input that keeps
+                its number keeps its random draws.
             mask: for models that answer at many positions, which of them to score, [inputs,
                 *positions]; the others are NaN, as is padding by an `attention_mask` in `x`.
             targets: the true class at each position, -100 where there is none (see `next_tokens`).
@@ -210,7 +210,7 @@ class Scorer:
                 raise QualmsError(f"numbers= contains {number!r}; pass whole numbers, 0 or more.")
         position_targets = PositionTargets(mask, targets, spans)
         position_targets.require_use(self._positions)
-        end = 0
+        end = 0  # the number of inputs read so far
         for start, batch in numbered_batches(batches, unwrap_compiled(self.model)):
             end = start + num_samples(batch)
             batch_numbers: Sequence[int] = range(first + start, first + end)
@@ -275,7 +275,8 @@ class Scorer:
         with self._open_model(batch) as model_context:
             context = BatchContext(model_context, batch)
             self._resolve_engine(context)
-            self._cache.warned.add(LONG)  # who asks for the price need not be warned of it
+            # Who asks for the price need not be warned of it.
+            self._cache.warned.add(LONG)
             return price_of(context, self.methods.values())
 
     def _score_batch(self, batch: Batch, numbers: Sequence[int]) -> Scored:
@@ -318,7 +319,11 @@ class Scorer:
 
     @contextmanager
     def _open_model(self, batch: Batch) -> Iterator[ModelContext]:
-        """Inside, the model is in evaluation mode; caches are emptied first if its weights changed."""
+        """Inside, the model is in evaluation mode; caches are emptied first if its weights changed.
+
+        Args:
+            batch: the inputs, to warn if their units do not fit the noise.
+        """
         with preserve_state(self.model) as inner:
             state = entry_fingerprint(inner)
             if self._model_state != state:
@@ -337,14 +342,15 @@ class Scorer:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the caches out of copies and pickles, since they hold tensors of a graph."""
+        """Return the state to copy or pickle, with empty caches: these hold tensors of a graph."""
         return {**vars(self), "_cache": PlanCache(), "_method_cache": {}, "_model_state": None}
 
     def _first_method(self) -> Method:
-        """The method whose scores the threshold decides on."""
+        """Return the method whose scores the threshold decides on."""
         return next(iter(self.methods.values()))
 
     def _gradient_methods(self) -> tuple[GradientScore, ...]:
+        """Return the gradient scores among the methods."""
         return tuple(m for m in self.methods.values() if isinstance(m, GradientScore))
 
     @property
@@ -353,14 +359,20 @@ class Scorer:
         return self.settings.engine == "auto" and isinstance(self._first_method(), GradientScore)
 
     def _runs_exact_engine(self) -> bool:
-        """Whether the exact engine will run the inputs, so that its logits can be compared."""
+        """Whether the exact engine will run, so that its logits can be compared with a plain pass.
+
+        With `auto` it may run, which counts as well.
+        """
         may_be_exact = self.settings.engine_name in ("exact", "auto")
         if may_be_exact and self._gradient_methods():
             return True
         return any(method.always_exact for method in self.methods.values())
 
     def _resolve_engine(self, context: BatchContext) -> None:
-        """Replace the engine `auto` by a choice that counts the work, if any score needs an engine."""
+        """Replace the engine `auto` by one chosen by the work it takes, if any score needs one.
+
+        Changes the settings of this scorer and of the model's context.
+        """
         if self.settings.engine != "auto" or not self._gradient_methods():
             return
         model_context = context.model_context
@@ -375,6 +387,10 @@ class Scorer:
         self._require_own_threshold()
 
     def _describe_scores(self) -> Provenance:
+        """Describe what the scores of the first method depend on: model, method, and settings.
+
+        Only the first method counts, as a threshold applies to its scores.
+        """
         return describe_scores(
             unwrap_compiled(validate_model(self.model)),
             self._first_method(),
@@ -414,6 +430,7 @@ class Scorer:
 
 
 def _require_numbers(numbers: Sequence[int], num_inputs: int) -> None:
+    """Raise an error if there are fewer numbers than inputs read so far."""
     if len(numbers) < num_inputs:
         raise QualmsError(
             f"there are {len(numbers)} numbers for at least {num_inputs} inputs; "
@@ -422,6 +439,7 @@ def _require_numbers(numbers: Sequence[int], num_inputs: int) -> None:
 
 
 def _as_threshold(threshold: Threshold | float | None) -> Threshold | None:
+    """Turn a number into a `Threshold` without provenance; return a `Threshold` or None as is."""
     if threshold is None or isinstance(threshold, Threshold):
         return threshold
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):

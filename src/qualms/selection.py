@@ -86,7 +86,8 @@ def select(
     if diversity is not None:
         _require_diversity(diversity, pool, parsed, options.get("norm", "l2"))
     if isinstance(pool, Tensor):
-        _require_size(k, len(pool))  # before the scores, which may take long
+        # Before the scores, which may take long.
+        _require_size(k, len(pool))
     scores = score(model, pool, method, progress=progress, **options)
     order = scores.argsort(descending=True, stable=True).cpu()
     _require_size(k, len(order))
@@ -157,6 +158,7 @@ def require_gradients(method: Method) -> None:
 
 
 def _require_size(k: int, num_inputs: int) -> None:
+    """Raise an error if more inputs are to be selected than the pool has."""
     if k > num_inputs:
         raise QualmsError(f"k is {k}, but the pool has only {num_inputs} inputs; pass a smaller k.")
 
@@ -164,7 +166,8 @@ def _require_size(k: int, num_inputs: int) -> None:
 def gradient_features(
     model: nn.Module, pool: Any, chosen: Sequence[int], method: GradientScore, settings: Settings
 ) -> Float[Tensor, "n f"]:
-    """Compute features of inputs whose distances estimate those between the inputs' gradients.
+    """Compute a feature vector for each chosen input; distances between these vectors estimate
+    those between the inputs' gradients.
 
     φ(x) = [w_c ⟨s_j, g_c(x)⟩]_{c,j} / sqrt(k), with s_j the k random tangents of the sketch.
 
@@ -208,7 +211,7 @@ def _gather(pool: Any, model: nn.Module, chosen: set[int]) -> Iterator[tuple[lis
         chosen: the indices of the inputs in the pool.
 
     Yields:
-        The indices of the inputs of a batch, and the batch.
+        The indices in the pool of the inputs of a batch, and the batch.
     """
     by_shape: dict[Any, tuple[list[int], list[Batch]]] = {}
     for first, batch in numbered_batches(pool, model):
@@ -236,11 +239,14 @@ def k_center(features: Float[Tensor, "n f"], k: int) -> list[int]:
     """
 
     def distances(row: int) -> Float[Tensor, " n"]:
+        """Compute the distances of all rows from one row."""
         return torch.linalg.vector_norm(features - features[row], dim=1, dtype=torch.double)
 
+    # nearest: the distance of each row from the nearest picked row.
     picked, nearest = [0], distances(0)
     while len(picked) < k:
-        nearest[picked[-1]] = -1  # so that no row is picked twice, even if others equal it
+        # So that no row is picked twice, even if others equal it.
+        nearest[picked[-1]] = -1
         picked.append(int((nearest == nearest.max()).nonzero()[0]))
         nearest = torch.minimum(nearest, distances(picked[-1]))
     return picked

@@ -16,7 +16,8 @@ from qualms.errors import QualmsError, warn_renamed
 from qualms.metrics.binomial import binomial_cdf, least_inputs
 from qualms.provenance import Provenance, finite_float
 
-REFERENCE_SCORES = 1001  # scores that a threshold keeps, for percentiles to a tenth of a percent
+# Scores that a threshold keeps, for percentiles to a tenth of a percent.
+REFERENCE_SCORES = 1001
 # Coverages that are tried for a risk with a confidence, from all inputs to a tenth of them.
 COVERAGES = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 _ROUNDING = 1e-9  # keeps 0.95 * 100 from asking for 96 of 100
@@ -71,7 +72,7 @@ class Threshold:
         provenance: Provenance | None = None,
         made_by: Provenance | None = None,
     ) -> "Threshold":
-        """Calibrate the smallest threshold that accepts at least this share of the scores.
+        """Calibrate the smallest threshold that accepts at least a share `coverage` of the scores.
 
         Args:
             scores: the scores of inputs that the model knows, such as a validation set.
@@ -117,8 +118,8 @@ class Threshold:
             scores: the scores of labeled inputs.
             correct: whether the model's prediction is right, one outcome for each score.
             risk: the error rate to allow among the accepted inputs, from 0 to below 1.
-            confidence: the probability that the error rate of future inputs is at most `risk`; None to
-                look at the given inputs alone.
+            confidence: the probability that the error rate of future inputs is at most `risk`; None
+                to look at the given inputs alone.
             provenance: how the scores were computed, for a `Scorer` to compare.
             made_by: deprecated; use `provenance`.
         """
@@ -176,7 +177,7 @@ class Threshold:
         return 100 * lower.double() / len(self.reference)
 
     def save(self, path: str | Path) -> None:
-        """Write the threshold as JSON, for `load`."""
+        """Write the threshold to a JSON file, which `load` reads."""
         with explain_write_failure(path), atomic_write(Path(path)) as part:
             part.write_text(self.to_json() + "\n")
 
@@ -215,7 +216,10 @@ class Threshold:
 
     @classmethod
     def _from_dict(cls, values: dict[str, Any]) -> "Threshold":
-        """Create a threshold from what `to_json` wrote; a wrong file raises errors of many types."""
+        """Create a threshold from what `to_json` wrote.
+
+        A wrong file raises errors of many types, which `load` turns into one.
+        """
         value = -math.inf
         if values["value"] is not None:
             value = finite_float(values["value"])
@@ -248,7 +252,10 @@ def _as_scores(scores: Any) -> Float[Tensor, " n"]:
 
 
 def _thin_out(s: Float[Tensor, " n"]) -> tuple[float, ...]:
-    """Return sorted scores for `Threshold.reference`: at most 1001, at equal distances of rank."""
+    """Select sorted scores for `Threshold.reference`: at most 1001, at equal distances of rank.
+
+    The lowest and the highest score are always among them.
+    """
     count = min(REFERENCE_SCORES, len(s))
     ranks = torch.linspace(0, len(s) - 1, count, dtype=torch.double).round().long()
     return tuple(s.sort().values[ranks].tolist())
@@ -285,7 +292,13 @@ def _highest_within(s: Float[Tensor, " n"], mistakes: Float[Tensor, " n"], risk:
 
 
 class _Candidate(NamedTuple):
-    """A limit that is tried: inputs of lower scores are accepted; some of these are wrong."""
+    """A threshold that is tried: inputs with scores below `limit` are accepted.
+
+    Attributes:
+        limit: the score.
+        accepted: the number of labeled inputs below it.
+        wrong: how many of these the model predicts wrongly.
+    """
 
     limit: float
     accepted: int
@@ -328,7 +341,8 @@ def _certified_limit(
             f"but there are only {n}; add {needed - n}, or allow more risk."
         )
     ranks = _ranks_to_try(n, risk, confidence)
-    chance = (1 - confidence) / len(ranks)  # the probability of a false guarantee, for each rank
+    # The probability of a false guarantee, for each rank.
+    chance = (1 - confidence) / len(ranks)
     candidates = []
     for rank in ranks:
         accepted = int((s < s[rank - 1]).sum())
@@ -341,8 +355,9 @@ def _certified_limit(
 
 
 def _ranks_to_try(n: int, risk: float, confidence: float) -> list[int]:
-    """Choose the ranks to try, by coverage: as many as n inputs can decide about.
+    """Choose the ranks to try, one for each of the highest `COVERAGES`, as n inputs suffice for.
 
+    The more ranks are tried, the more confidence each needs, and the more inputs without a mistake.
     The labels play no part in the choice, which the guarantee requires.
 
     Args:

@@ -23,7 +23,8 @@ from qualms.tasks.journal import Journal
 from qualms.tasks.rows import LeftOutRow, Row
 from qualms.training import RECIPES
 
-Pickers = dict[str, Method | None]  # by the name in rows; None picks at random
+# By the name in rows; None picks at random.
+Pickers = dict[str, Method | None]
 EPOCHS = RECIPES["active"].epochs
 
 
@@ -88,7 +89,7 @@ def active(options: ActiveOptions) -> None:
     normalization = DATASETS[dataset].normalization
 
     def build() -> nn.Module:
-        """Return a network without training."""
+        """Build the network with fresh weights, which follow torch's global seed."""
         return load_model(model, classes=DATASETS[dataset].classes).to(device)
 
     wanted = parse_pickers(options.methods, dataset)
@@ -121,10 +122,10 @@ def parse_pickers(methods: str, dataset: str) -> Pickers:
 
     Args:
         methods: The value of --methods.
-        dataset: The dataset for which the paper's methods have their settings.
+        dataset: The dataset that decides the settings of the paper's methods.
 
     Returns:
-        The methods by name, with None for random picks.
+        The pickers by name: methods whose highest scores are picked, and None for random picks.
     """
     pickers: Pickers = {}
     specs = split_list(methods)
@@ -139,12 +140,12 @@ def parse_pickers(methods: str, dataset: str) -> Pickers:
 def select_usable_pickers(
     network: Network, train: Images, pickers: Pickers
 ) -> tuple[Pickers, list[LeftOutRow]]:
-    """Select the pickers that the network supports.
+    """Try each picker on a few images, and keep those that the network supports.
 
     Args:
         network: The network that scores the images.
         train: The images to pick from.
-        pickers: The pickers by name.
+        pickers: The pickers by name: methods, and None for random picks, which always work.
 
     Returns:
         The pickers that work, and a row with the reason for each other picker.

@@ -10,7 +10,7 @@ from qualms.cli.lazy_group import LazyGroup
 
 
 class Tasks(LazyGroup):
-    """The tasks, and the modules that hold them."""
+    """The tasks of `qualms bench`: for each, the module of its command, and its line in --help."""
 
     what = "task"
     table = {  # noqa: RUF012 (the base class says that it belongs to the class)

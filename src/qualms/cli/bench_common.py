@@ -63,7 +63,7 @@ class NetworkTaskOptions(NetworkOptions, TaskOptions):
 
 
 def parse_outside(task: str, inside: str, outside: str) -> list[str]:
-    """Split the value of --ood into the names of datasets, without repetitions.
+    """Split the value of --ood into the names of datasets or texts, without repetitions.
 
     Args:
         task: The name of the task, for errors.
@@ -106,7 +106,7 @@ def _file_part(text: str) -> str:
 def print_rows(
     rows: list[Row], table: Callable[[Iterable[Row]], str], file: Path, seed: int, json_lines: bool
 ) -> None:
-    """Print the rows of a task.
+    """Print the rows of a task: as JSON lines, or as a table with networks and left-out methods.
 
     Args:
         rows: The rows that the task yields.

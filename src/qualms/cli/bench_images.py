@@ -98,8 +98,8 @@ class ImageTask:
         others: Test images of other datasets.
         methods: The methods that can be used, by name.
         journal: Saves the rows.
-        settings: The keyword arguments that all tasks share: seed, engine, tolerance, train and
-            progress.
+        settings: The keyword arguments that all tasks share: `seed`, `engine`, `tolerance`, `train`
+            and `progress`.
     """
 
     network: Network
@@ -110,7 +110,7 @@ class ImageTask:
     settings: dict[str, Any]
 
     def accuracy(self) -> Iterator[AccuracyRow]:
-        """Yield the accuracy of the network on the images, if they have labels."""
+        """Yield a row with the network's accuracy on the images; nothing if they have no labels."""
         if self.images.labels is not None:
             row = accuracy_row(self.network, self.images, self.journal)
             yield {**row, "network": self.network.name}
@@ -125,14 +125,14 @@ def run_task(
     outside: Iterable[str] = (),
     allow_random: bool = False,
 ) -> None:
-    """Load network and images, measure, and print the rows.
+    """Load the network and the images, leave out unusable methods, measure, and print the rows.
 
     Args:
-        name: The name of the task, in files.
+        name: The name of the task, which is part of the file's name and of its first line.
         options: The options of the command.
         choose_methods: Returns the methods to evaluate, given the name of the dataset.
-        measure: Runs the task.
-        table: Formats the rows of the task.
+        measure: Runs the task, and yields its rows.
+        table: Formats the rows as a table.
         outside: The names of the other datasets.
         allow_random: Whether a network with random weights is accepted.
     """
@@ -178,7 +178,7 @@ def ablation_methods(dataset: str) -> Methods:
 
 
 def _measure_ood(task: ImageTask) -> Iterator[Row]:
-    """Yield the accuracy, and a row for each method and other dataset."""
+    """Yield the accuracy, then how well each method detects each other dataset."""
     yield from task.accuracy()
     yield from ood_task.ood(
         task.network, task.images, task.others, task.methods, task.journal, **task.settings
@@ -186,7 +186,7 @@ def _measure_ood(task: ImageTask) -> Iterator[Row]:
 
 
 def _measure_calibration(task: ImageTask) -> Iterator[Row]:
-    """Yield the accuracy, and a row for each method."""
+    """Yield the accuracy, then how well each method ranks predictions."""
     yield from task.accuracy()
     yield from calibration_task.calibration(
         task.network, task.images, task.methods, task.journal, **task.settings
@@ -194,7 +194,7 @@ def _measure_calibration(task: ImageTask) -> Iterator[Row]:
 
 
 def _measure_runtime(task: ImageTask) -> Iterator[Row]:
-    """Yield the time of each method."""
+    """Yield a row with the time of each method."""
     yield from runtime_task.runtime(
         task.network, task.images, task.methods, task.journal, **task.settings
     )

@@ -108,7 +108,7 @@ def text(options: TokenTaskOptions) -> None:
 
 
 def _titles(names: list[str]) -> list[str]:
-    """Return the stems of file names, or the whole names if two stems are equal.
+    """Return what tables call the texts: the stems of the files, or whole names if two are equal.
 
     Args:
         names: Files or folders, as the command line names them.

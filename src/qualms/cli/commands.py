@@ -39,7 +39,7 @@ KEYWORD = re.compile(rf"\b({'|'.join(KEYWORDS)})=(['\"]?)")
 
 
 class Commands(LazyGroup):
-    """The commands, and the modules that hold them."""
+    """The commands of `qualms`: for each, the module that holds it, and its line in --help."""
 
     table = {  # noqa: RUF012 (the base class says that it belongs to the class)
         "demo": (
@@ -73,7 +73,11 @@ class Commands(LazyGroup):
     }
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; Ctrl-C is reported here, before typer handles it."""
+        """Run a command; report Ctrl-C and SIGTERM here, before typer handles them.
+
+        Args:
+            ctx: Typer's context, which names the command.
+        """
         try:
             with at_sigterm(stop):
                 return super().invoke(ctx)
@@ -87,7 +91,7 @@ app = typer.Typer(
 
 
 def _print_version(wanted: bool) -> bool:
-    """Print the version and exit, if --version is given."""
+    """Print the version and exit, if --version is given: the callback of that option."""
     if wanted:
         typer.echo(__version__)
         raise typer.Exit
@@ -112,7 +116,7 @@ def qualms(
 
 
 class UnexpectedError(QualmsError):
-    """An unexpected error: a bug of the library or of the user's code."""
+    """An error of any other class: a bug of the library or of the user's code; the exit code is 3."""
 
 
 def run() -> None:
@@ -144,7 +148,8 @@ def _run_app(debug: bool) -> None:
         with explain_failure(_explain):
             app()
     except QualmsError as error:
-        if is_terminated():  # code on the way here may have turned the signal into another error
+        # Code on the way here may have turned the signal into another error.
+        if is_terminated():
             sys.exit(TERMINATED)
         if debug:
             raise
@@ -201,7 +206,7 @@ def short_warnings() -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        """Replace `warnings.showwarning`.
+        """Print a warning: a replacement of `warnings.showwarning` with the same arguments.
 
         Args:
             message: The warning.
@@ -218,6 +223,7 @@ def short_warnings() -> Iterator[None]:
             echo(f"qualms: {message}")
 
     with warnings.catch_warnings():
+        # "always", since Python would otherwise decide what was shown before; `printed` does here.
         for category in OUR_WARNINGS:
             warnings.simplefilter("always", category)
         warnings.showwarning = show

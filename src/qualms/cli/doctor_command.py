@@ -74,18 +74,18 @@ def doctor(root: Root = None, json_lines: Json = False) -> None:
 
 
 def _print_table(head: list[str], rows: list[dict[str, Any]]) -> None:
-    """Print rows, whose values are in the order of the header.
+    """Print an empty line, then rows as a Markdown table.
 
     Args:
         head: The names of the columns.
-        rows: The rows, each with one value per column.
+        rows: The rows, each with one value per column, in the order of `head`.
     """
     lines = [list(row.values()) for row in rows]
     typer.echo(f"\n{markdown(head, lines)}")
 
 
 def _package_version(module: str, package: str) -> str:
-    """Return the version of a package, or why it cannot be imported.
+    """Return the version of a package, `missing`, or why it cannot be imported.
 
     Args:
         module: The name of the module to import.
@@ -109,7 +109,7 @@ def _explain_import(error: Exception) -> QualmsError:
 
 
 def _try_score() -> str:
-    """Score two random images; return `works`, or what goes wrong."""
+    """Score two random images by the default method; return `works`, or what goes wrong."""
     device = resolve_device("auto")
     torch.manual_seed(0)
     try:

@@ -29,9 +29,12 @@ def test_images(
     Args:
         names: The names of datasets, or the paths of files or folders.
         root: The folder with the datasets.
-        transform: The transform that is applied to files, which may hold images of several sizes.
-            Datasets are transformed by the network, batch by batch.
+        transform: The transform that is applied to files, which may hold images of several sizes;
+            None reads files unchanged. Datasets are transformed by the network, batch by batch.
         strict: Whether an image that cannot be read is an error.
+
+    Returns:
+        The images of each name, in the order of `names`.
     """
     groups = [_read(name, root, "test", transform, strict) for name in names]
     short_names = [images.name for images in groups]
@@ -59,7 +62,11 @@ def training_images(
         name: A dataset, file or folder.
         root: The folder with the datasets.
         transform: The transform that is applied to files, as for `test_images`.
-        test: The test images of the same name.
+        test: The test images of the same name. If the training images are the same, None is
+            returned.
+
+    Returns:
+        At most `MAX_TRAIN_IMAGES` images.
     """
     if not any(TRAINING_DATA in method.needs for method in methods.values()):
         return None

@@ -30,6 +30,11 @@ class LazyGroup(TyperGroup):
     table: ClassVar[dict[str, tuple[str, str]]]
 
     def __init__(self, **settings: Any) -> None:
+        """Create an entry for each command of the table; no command is imported yet.
+
+        Args:
+            settings: Keyword arguments of typer's class.
+        """
         super().__init__(**settings)
         self.commands = {}
         for name, (module, help) in self.table.items():
@@ -38,12 +43,15 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the first word names.
 
-        Raises:
-            typer.Exit: If there is no such command, after printing the closest name or all names.
-
         Args:
             ctx: Typer's context.
             args: The words of the command line; the first one names the command.
+
+        Returns:
+            What typer returns: the command's name, the command, and the words after the name.
+
+        Raises:
+            typer.Exit: If there is no such command, after printing the closest name or all names.
         """
         name = args[0]
         is_option = name.startswith("-")
@@ -67,11 +75,12 @@ class LazyCommand(TyperCommand):
     """
 
     def __init__(self, name: str, module: str, help: str) -> None:
+        """Set up the entry; the module is not imported yet."""
         super().__init__(name, help=help)
         self.module = module
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
-        """Import the command itself, and return its context.
+        """Import the command, and let it parse its options; return the context that runs it.
 
         Args:
             info_name: The name that the user typed.
@@ -82,7 +91,10 @@ class LazyCommand(TyperCommand):
         return self.load().make_context(info_name, args, *rest, **extra)
 
     def load(self) -> Any:
-        """Import the command itself, and wrap it for typer.
+        """Import the command, a function or a typer app, and convert it for typer to run.
+
+        Returns:
+            A command of typer's, or a group of commands for a typer app.
 
         Raises:
             QualmsError: If the command needs a package that is not installed.

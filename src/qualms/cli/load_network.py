@@ -91,6 +91,9 @@ def _published_weights(name: str, entry: Entry, folder: Path, allow_random: bool
         entry: The entry of the network in the zoo.
         folder: The folder to search first, before the installed package that contains the weights.
         allow_random: Whether to return None, rather than raise an error, if there are no weights.
+
+    Returns:
+        The file, in the folder or in an installed package.
     """
     file = folder / (entry.file or "")
     if entry.file is not None and file.is_file():
@@ -106,7 +109,7 @@ def _published_weights(name: str, entry: Entry, folder: Path, allow_random: bool
 
 
 def _dataset_classes(dataset: str, entry: Entry) -> int | None:
-    """Return the number of classes of a dataset, if its images have the shape of the network's.
+    """Return a dataset's number of classes, if its images have the network's shape; else None.
 
     Args:
         dataset: The name of the dataset.
@@ -120,7 +123,7 @@ def _dataset_classes(dataset: str, entry: Entry) -> int | None:
 def _parse_normalization(
     name: str, published: Preprocessing, mean: str | None, std: str | None
 ) -> Normalization | None:
-    """Parse --mean and --std; None if neither is given.
+    """Parse --mean and --std, which need a number per channel; None if neither is given.
 
     Args:
         name: The name of the network.
@@ -172,7 +175,7 @@ def _known_normalization(
 
 
 def _channels(published: Preprocessing) -> int | None:
-    """Return the number of channels of a network's inputs, if its publisher states it."""
+    """Return the number of channels of a network's inputs; None if its publisher does not state it."""
     return None if published.transform is None else published.transform.channels
 
 

@@ -114,12 +114,16 @@ def _list_prices(model: str, weights: Path | None, json_lines: bool) -> None:
 
 
 def _estimate_price(spec: str, network: nn.Module, x: torch.Tensor) -> dict[str, Any]:
-    """Return the row of a method: its price, or why it is not known.
+    """Return the row of a method: its price per image, or in `why` the reason for having none.
 
     Args:
         spec: The spec of the method.
         network: The network that is scored.
         x: One input of the network, [1, c, h, w].
+
+    Returns:
+        The spec as `method`, with `forward_passes`, `seconds` and `known` of `Price`, or with
+        `why`.
     """
     method = parse(spec)
     for need in (TRAINING_DATA, MODELS):

@@ -44,7 +44,7 @@ def _require_tolerance(tolerance: float | None) -> float | None:
 
 
 def model_option(default: str) -> Any:
-    """Define --model where it is optional.
+    """Return the typer option --model, for commands where it is optional.
 
     Args:
         default: What --help shows as the default.
@@ -53,7 +53,7 @@ def model_option(default: str) -> Any:
 
 
 def methods_option(help: str, default: str) -> Any:
-    """Define --methods where its default depends on other options.
+    """Return the typer option --methods, for commands whose default depends on other options.
 
     Args:
         help: `SPECS`, or `DECIDING_SPECS` where the first method decides.
@@ -63,7 +63,7 @@ def methods_option(help: str, default: str) -> Any:
 
 
 def engine_option(default: str | bool = True) -> Any:
-    """Define --engine.
+    """Return the typer option --engine.
 
     Args:
         default: What --help shows as the default; True for the value itself.
@@ -190,11 +190,12 @@ def parse_methods(text: str, dataset: str = "") -> dict[str, Method]:
     """Parse comma-separated specs, among which `paper` and `all` stand for several methods.
 
     Args:
-        text: The value of --methods.
-        dataset: The dataset for which the paper's methods have their settings.
+        text: The value of --methods. `paper` stands for the paper's methods and `ALTERNATIVES`;
+            `all` adds every other method of qualms with its default settings.
+        dataset: The dataset that decides the settings of the paper's methods.
 
     Returns:
-        The methods by name.
+        The methods by spec; those of the paper by their names in its tables.
     """
     methods: dict[str, Method] = {}
     for spec in split_list(text):
@@ -272,17 +273,26 @@ def with_options(
     def decorate(
         command: Callable[Concatenate[Options, CommandParameters], None],
     ) -> Callable[..., None]:
-        """Return a function with the signature that typer shall read."""
+        """Add the shared options to a command's own.
+
+        The command gets the shared options as one object, its first argument. Typer reads the
+        signature and the annotations that are set here.
+        """
         shared = inspect.signature(options).parameters
         specific = list(inspect.signature(command).parameters.values())[1:]
         parameters = []
         for parameter in (*specific, *shared.values()):
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-        parameters.sort(key=_is_optional)  # --help lists what is required first
+        # --help lists what is required first.
+        parameters.sort(key=_is_optional)
 
         @wraps(command)
         def run(**values: Any) -> None:
-            """Collect the shared options, and run the command."""
+            """Run the command, with the shared options collected into one object.
+
+            Args:
+                values: The values of all options by name, as typer passes them.
+            """
             fields = {name: values.pop(name) for name in shared}
             command(options(**fields), **values)  # type: ignore[call-arg]
 
@@ -294,5 +304,5 @@ def with_options(
 
 
 def _is_optional(parameter: inspect.Parameter) -> bool:
-    """Whether a parameter has a default."""
+    """Whether a parameter has a default, so that the option may be left out."""
     return parameter.default is not inspect.Parameter.empty

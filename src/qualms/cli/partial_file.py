@@ -59,13 +59,15 @@ class PartialFile(AbstractContextManager["PartialFile"]):
     """
 
     def __init__(self, path: Path | None, about: dict[str, Any], overwrite: bool = False) -> None:
+        """Open or create the file, lock it, and read the batches of an earlier run."""
         self._path = path
         self._on_disk = path is not None
         with ExitStack() as on_failure:
             on_failure.callback(self._remove_if_empty)
             self._journal = Journal(path, {"task": "score", **about}, ADVICE, replace=overwrite)
             on_failure.pop_all()
-        self._parts: dict[tuple[str, int], PartRow] = {}  # by group and position of the first image
+        # By group and position of the first image.
+        self._parts: dict[tuple[str, int], PartRow] = {}
         for row in self._journal.where(row="part"):
             if not PartRow.__required_keys__ <= row.keys():
                 self._journal.__exit__()
@@ -73,7 +75,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
             self._parts[row["of"], row["first"]] = row
 
     def count(self, group: str | None = None) -> int:
-        """Return how many images are done, of one group or of both.
+        """Return how many images are scored already, of one group or of both.
 
         Args:
             group: `IMAGES` or `REFERENCE`; None for both.
@@ -85,7 +87,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         return count
 
     def part(self, group: str, first: int, count: int) -> PartRow | None:
-        """Return the row of a batch, or None if it is not done.
+        """Return the saved row of a batch, or None if the batch is not scored yet.
 
         Args:
             group: `IMAGES` or `REFERENCE`.
@@ -100,8 +102,8 @@ class PartialFile(AbstractContextManager["PartialFile"]):
     def add(self, row: PartRow) -> None:
         """Save the row of a batch.
 
-        If the disk is full, the error is printed once, and scoring continues: the table may still be
-        written, and later batches are kept in memory.
+        If the disk is full, the error is printed once, and scoring continues: the table may still
+        be written, and later batches are kept in memory.
         """
         self._parts[row["of"], row["first"]] = row
         if not self._on_disk:
@@ -113,7 +115,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
             echo(f"{error} Scoring continues, but scores from here on are lost if it is stopped.")
 
     def finish(self) -> None:
-        """Remove the file, once the table is complete."""
+        """Forget all batches, and remove the file: the table is complete."""
         self._parts = {}
         self.__exit__()
         self._path = None
@@ -131,6 +133,11 @@ class PartialFile(AbstractContextManager["PartialFile"]):
             raise self._damage_error() from None
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        """Close the file; remove it if it has no batch.
+
+        After a `QualmsError`, print where the scored batches are kept. For Ctrl-C,
+        `report_interruption` prints that.
+        """
         failed = kind is not None and issubclass(kind, QualmsError)
         if failed and self._parts and self._path is not None:
             echo(f"{_describe_progress(self._path)}.")
@@ -151,7 +158,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         return True
 
     def _remove_if_empty(self) -> None:
-        """Remove a file for whose first line there was no room."""
+        """Remove an empty file, such as one for whose first line the disk had no room."""
         with suppress(OSError):
             if self._path is not None and self._path.stat().st_size == 0:
                 self._path.unlink()
@@ -168,15 +175,20 @@ class PartialFileSink:
         file: The partial file, which may hold batches of an earlier run.
         group: The group of the images, `IMAGES` or `REFERENCE`.
         threshold: The threshold of the scores, if there is one.
+
+    Attributes:
+        parts: The scores of each batch so far, in the order of the images.
     """
 
     def __init__(self, file: PartialFile, group: str, threshold: Threshold | None) -> None:
+        """Begin without parts."""
         self.file, self.group, self.threshold = file, group, threshold
         self.parts: list[Scored] = []
-        self.classes = 0  # the number of the network's classes, once a batch was scored or restored
+        # The number of the network's classes, once a batch was scored or restored.
+        self.classes = 0
 
     def restore(self, batch: ImageBatch) -> bool:
-        """Restore this batch from an earlier run; False if it has to be scored.
+        """Add the batch to the parts if an earlier run has scored it; False if it has to be scored.
 
         Args:
             batch: A batch of the source; only its position and count are used.
@@ -191,15 +203,16 @@ class PartialFileSink:
 
         Args:
             batch: A batch of the source.
-            scored: The scores of the batch.
+            scored: The scores of the batch; never None, since all images are in memory.
         """
         assert scored is not None
         row = part_row(self.group, batch.first, scored)
         self.file.add(row)
+        # Scores go through the row, so that a run that resumes has equal parts.
         self._append(row)
 
     def _append(self, row: PartRow) -> None:
-        """Add the scores of a saved batch to the table."""
+        """Add the scores of a saved batch, restored from its row, to the parts."""
         self.parts.append(self.file.restore(row, self.threshold))
         self.classes = row["classes"]
 
@@ -218,7 +231,11 @@ def report_interruption(path: Path | None) -> Iterator[None]:
 
 
 def _describe_progress(path: Path | None) -> str:
-    """Return `4 of 60 images are kept in scores.csv.partial; …`."""
+    """Describe how much a partial file keeps: `4 of 60 images are kept in scores.csv.partial; …`.
+
+    Args:
+        path: The file; None if nothing is kept.
+    """
     if path is None or not path.exists():
         return NOTHING
     try:
@@ -252,6 +269,9 @@ def part_row(group: str, first: int, scored: Scored) -> PartRow:
         group: `IMAGES` or `REFERENCE`.
         first: The position of the first image.
         scored: The scores of n images.
+
+    Returns:
+        The row. Of the class probabilities, only that of the predicted class is kept.
     """
     return {
         "row": "part",

@@ -29,7 +29,7 @@ LONG = 600.0  # seconds above which cheaper ways are listed
 
 @dataclass(frozen=True)
 class CheaperWay:
-    """Another way to score, and the options that select it.
+    """Methods and settings that may cost less, and the options that select them.
 
     Args:
         label: The options, as a user writes them.
@@ -71,7 +71,7 @@ def echo_price_of_groups(
     engine: Engine | Sketch,
     tolerance: float | None,
 ) -> None:
-    """Print how long a task takes, which scores several groups of images by the same methods.
+    """Print how long it takes to score several groups of images by the same methods.
 
     Args:
         network: The network whose uncertainty is scored.
@@ -123,6 +123,7 @@ def _cheaper_prices(scorer: Scorer, x: Tensor, price: Price) -> Iterator[tuple[s
         price: The price of the scorer.
     """
     for way in _cheaper_ways(scorer):
+        # 1.0: the methods' noise is in the units of the inputs already.
         other = Scorer(scorer.model, way.methods, pixel_std=1.0, **way.settings).price(x)
         if 2 * other.forward_passes <= price.forward_passes:
             yield way.label, other
@@ -158,7 +159,7 @@ def _without_smoothing(method: Method) -> Method:
 
 
 def _passes(price: Price) -> str:
-    """Format a price in passes, such as `1 forward pass` or `28 forward passes`."""
+    """Format the forward passes of a price, such as `1 forward pass` or `28 forward passes`."""
     noun = "forward pass" if price.forward_passes == 1 else "forward passes"
     return f"{_short_number(price.forward_passes)} {noun}"
 

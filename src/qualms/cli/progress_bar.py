@@ -46,7 +46,13 @@ def show_progress(
         bars: dict[str, TaskID] = {}
 
         def progress(what: str, done: int, total: int) -> None:
-            """Update the bar of a kind of work, `done` of `total` of which is done."""
+            """Update the bar of a kind of work, or add it at the first report.
+
+            Args:
+                what: The kind of work, such as `images of mine/ scored`.
+                done: How much of this work is done.
+                total: How much of this work there is.
+            """
             text = f"{done}/{total} {what}{speed.describe(what, done, total)}"
             if what not in bars:
                 display.update(waiting, visible=False)
@@ -67,7 +73,13 @@ def _log_progress(speed: "_Speed") -> ProgressFn:
     printed = speed.latest
 
     def progress(what: str, done: int, total: int) -> None:
-        """Print `done` of `total`, unless the last line is recent."""
+        """Print how much of a kind of work is done, unless the last line is recent.
+
+        Args:
+            what: The kind of work, such as `images of mine/ scored`.
+            done: How much of this work is done.
+            total: How much of this work there is.
+        """
         nonlocal printed
         text = f"{what}: {done} of {total}{speed.describe(what, done, total)}"
         if speed.latest - printed >= LOG_INTERVAL:

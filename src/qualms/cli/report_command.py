@@ -146,7 +146,10 @@ def report(options: ReportOptions) -> None:
 
 
 def _report_texts(options: ReportOptions) -> None:
-    """Write a page about the tokens of texts, and print where it is."""
+    """Write a page about the tokens of texts, and print where it is.
+
+    Options for images are an error.
+    """
     idle = [name for name, default in FOR_IMAGES.items() if getattr(options, name) != default]
     forbid_options(idle)
     require_writable(options.out)
@@ -228,7 +231,8 @@ def _read_groups(
         options: The options of the command.
 
     Returns:
-        All images of --id; and the groups of images to score, of which the first is from --id.
+        All images of --id, of which methods may not learn; and the groups of at most --count images
+        to score, of which the first is from --id.
     """
     names = [known, *dict.fromkeys(split_list(options.ood))]
     all_images = test_images(names, options.root, network.transform, options.strict)
@@ -238,7 +242,8 @@ def _read_groups(
     first = network.relabel(first)
     others = [resize_like(network, first, images) for images in others]
     if first.labels is not None:
-        network.accuracy(first)  # an error if its classes are not those of the labels
+        # An error if its classes are not those of the labels.
+        network.accuracy(first)
     return all_images[0], [first, *others]
 
 
@@ -257,6 +262,10 @@ def _score_groups(
         methods: The methods by name, with noise for pixels in [0, 1].
         file: The file that the scores are saved in.
         settings: Keyword arguments of `score_images`.
+
+    Returns:
+        The groups with their scores and predictions. Only the first keeps its labels: those of
+        other images need not be classes of the network.
     """
     scored = []
     with Journal(file, {"task": "ood", **network.about}) as journal, show_progress() as progress:

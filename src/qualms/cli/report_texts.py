@@ -26,7 +26,7 @@ def report_texts(
     device: str,
     strict: bool,
 ) -> tuple[Texts, dict[str, object]]:
-    """Write a page about texts.
+    """Score every token of texts, and write a page about them.
 
     Args:
         texts: A file, folder or dataset.
@@ -40,7 +40,8 @@ def report_texts(
         strict: Whether a document that cannot be read is an error.
 
     Returns:
-        The documents that were read, and facts about the page.
+        The texts (the documents that were read, and those that could not be), and facts about the
+        page by name.
     """
     if texts is None or model is None:
         raise QualmsError(

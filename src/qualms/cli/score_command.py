@@ -167,7 +167,7 @@ def score(
 
 @dataclass(frozen=True)
 class _Decision:
-    """The options that decide which predictions are accepted: a reference or a threshold.
+    """What decides which predictions are accepted: a reference, a threshold from a file, or neither.
 
     Args:
         reference: Images that the network knows, to set a threshold on.
@@ -190,11 +190,14 @@ class _Decision:
             run: The run that scores the images of the reference.
             known: The images of the reference; None if there is none.
             partial: The partial file that saves the scores of the reference.
+
+        Returns:
+            The threshold; None if there is neither a reference nor a threshold from a file.
         """
         if known is None:
             return self.threshold
         scorer, scored = run.score_reference(known, partial)
-        (scores,) = scored.scores.values()
+        (scores,) = scored.scores.values()  # of the first method alone
         return Threshold.from_scores(scores, self.coverage, provenance=scorer.provenance)
 
 
@@ -244,6 +247,7 @@ def _prepare_run(
     """
     run = prepare_run(images, model, methods, options)
     if decision.threshold is not None:
+        # Built for its check alone: an error should come before any image is read.
         run.make_scorer(decision.threshold)
     return run
 
@@ -281,7 +285,7 @@ def _open_partial(
     table: Table | None,
     overwrite: bool,
 ) -> PartialFile:
-    """Open the scores that an earlier run of the same command has saved, and print their number.
+    """Open the partial file of a table, and print how many images an earlier run has scored.
 
     Args:
         run: The network and the methods.

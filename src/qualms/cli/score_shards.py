@@ -100,7 +100,7 @@ def score_to_folder(
         images: The images, as the command line names them.
         folder: Where the shards go.
         options: The options of the command.
-        by: The images or the file that the threshold comes from.
+        by: The images or the file that the threshold comes from, for the last line.
     """
     network = run.network
     source = open_source(images, options.root, network.transform, options.strict)
@@ -113,6 +113,7 @@ def score_to_folder(
     size = first.size if network.transform is None else None
     batch_scorer = BatchScorer(network, scorer, source.name, source.classes, size, options.strict)
     first_image = first.take(slice(0, 1))
+    # Scores one image before all others, so that a wrong setup fails now; also tells the classes.
     trial = batch_scorer.score(first_image)
     run.require_class_count(trial.probs.shape[1])
     for note in trial.notes.values():
@@ -155,7 +156,10 @@ def _score(
         folder: Where the shards go.
         run: The network and the methods.
         options: The options of the command.
-        before: The number of images that an earlier run has scored.
+        before: The number of images that an earlier run has scored, for the progress.
+
+    Returns:
+        How many images were scored, accepted and rejected in all shards.
     """
     about, size = run.describe(batch_scorer.scorer), options.shard_size or SIZE
     if options.runner == "ray":
@@ -167,5 +171,5 @@ def _score(
 
 
 def _begins_with(train: Images | None, images: Images) -> bool:
-    """Whether the first training images have the same pixels as these images."""
+    """Whether the first training images, if there are any, have the same pixels as these images."""
     return train is not None and torch.equal(train.pixels[: len(images)], images.pixels)

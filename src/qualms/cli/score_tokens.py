@@ -71,7 +71,8 @@ class ImageOrTokenOptions(ShardOptions):
         """Raise an error if options are given that have no effect: with --tokens, or without it.
 
         Args:
-            more: Further options for images alone, by name; None if they are not given.
+            more: Further options for images alone, by name, which are not fields of this class;
+                None if they are not given.
         """
         if not self.tokens:
             if self.generate or self.tangents:
@@ -133,7 +134,7 @@ def score_tokens(
 
 
 def _generate(text_input: TextInput, options: ImageOrTokenOptions) -> Sequence[Document]:
-    """Return the documents, continued by the model with --generate.
+    """Return the documents; with --generate, each continued by that many tokens of the model.
 
     Args:
         text_input: The documents and the model.

@@ -169,7 +169,7 @@ class ScoringRun:
         return replace(scored, class_names=self.network.names_of_classes(images, sink.classes))
 
     def describe(self, scorer: Scorer) -> dict[str, Any]:
-        """Return the settings that decide the scores, beside the images.
+        """Return all that decides the scores except for the images, as values for JSON.
 
         A run resumes, and shards share a folder, only if these settings are equal.
 
@@ -213,13 +213,14 @@ class ScoringRun:
 def prepare_run(
     images: str, model: str, methods: dict[str, Method], options: ScoreOptions
 ) -> ScoringRun:
-    """Load the network and the training images, once the options are known to be complete.
+    """Check the options, load the network, and read the training images if a method needs them.
 
     Args:
         images: The images, as the command line names them. If they are a dataset, its
             normalization is used for a network without one.
         model: The name of the network, as for `load_model`.
-        methods: The methods by their specs, with noise for pixels in [0, 1].
+        methods: The methods by their specs, with noise for pixels in [0, 1]. The run has them with
+            noise in the units of the network's input.
         options: The options of the command.
     """
     _require_training_data(methods, options)

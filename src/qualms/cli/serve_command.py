@@ -137,12 +137,12 @@ def serve(
 
 @dataclass(frozen=True)
 class _Loader:
-    """Loads the network that is served, in the process that serves it.
+    """Loads the network that is served: called in the process that serves it, so it is picklable.
 
     Args:
         address: The network's name in answers and addresses.
-        public: The network's name in the log and at `/readyz` during the start. Anybody can read it,
-            so it holds no folders.
+        public: The network's name in the log and at `/readyz` during the start. Anybody can read
+            it, so it holds no folders.
         model: The name of the network, as for `load_model`.
         methods: The methods by their specs, with noise for pixels in [0, 1].
         options: The other options.
@@ -160,7 +160,10 @@ class _Loader:
         """Load the network, and score a first image with it.
 
         Args:
-            begin: Called with the name of each step.
+            begin: Called with the name of each step, as it begins.
+
+        Returns:
+            The service, whose network has scored a gray image if its input size is known.
         """
         from qualms.service.scoring import ScoringService
 

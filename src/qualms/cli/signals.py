@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 TERMINATED = 128 + signal.SIGTERM  # the exit code
-GRACE_PERIOD = 5.0  # seconds for cleaning up, in which further signals are ignored
+# Seconds for cleaning up, in which further signals are ignored.
+GRACE_PERIOD = 5.0
 
-_since: float | None = None  # when the signal came
+# When `stop` last raised, by `time.monotonic`; None if it has not.
+_since: float | None = None
 
 
 class Terminated(KeyboardInterrupt):
@@ -25,7 +27,10 @@ class Terminated(KeyboardInterrupt):
 
 
 def begin() -> None:
-    """Forget a signal that came before the command that is run now."""
+    """Begin a new command: forget a SIGTERM that `stop` has handled in an earlier one.
+
+    A process may run several commands, as tests do.
+    """
     global _since
     _since = None
 
@@ -43,12 +48,13 @@ def at_sigterm(handler: Callable[..., None]) -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
         yield
     finally:
-        if before is not None:  # None: a handler that was not installed from Python
+        # None: a handler that was not installed from Python.
+        if before is not None:
             signal.signal(signal.SIGTERM, before)
 
 
 def leave(*_: object) -> None:
-    """Exit at once. During imports, there is nothing to clean up, and exceptions get garbled."""
+    """Exit at once: during imports, there is nothing to clean up, and exceptions get garbled."""
     os._exit(TERMINATED)
 
 
@@ -61,10 +67,13 @@ def stop(*_: object) -> None:
 
 
 def interrupt(*_: object) -> None:
-    """Raise `Terminated`, and exit with the exit code of Ctrl-C."""
+    """Raise `Terminated` at every signal: a service that it stops exits as after Ctrl-C.
+
+    Unlike `stop`, this is not remembered, so `is_terminated` stays False.
+    """
     raise Terminated
 
 
 def is_terminated() -> bool:
-    """Whether `stop` has been called."""
+    """Whether `stop` has handled a SIGTERM since `begin`."""
     return _since is not None

@@ -11,7 +11,8 @@ import typer
 GOES_ON = "run the same command again to resume"
 NOTHING = "nothing was kept, and no file was written"
 INTERRUPTED = 130  # the exit code of Ctrl-C
-SOME_REJECTED = 4  # the exit code of a run that is complete except for inputs that cannot be read
+# The exit code of a run that is complete except for inputs that cannot be read.
+SOME_REJECTED = 4
 
 
 def interruption(left: str | None) -> typer.Exit:
@@ -36,7 +37,7 @@ def exit_if_incomplete(rejected: int) -> None:
 
 
 def status_line(text: str) -> None:
-    """Print a line that the next one replaces, on a terminal only.
+    """Print a line on stderr that the next one replaces; nothing if stderr is no terminal.
 
     Args:
         text: What to print, such as `loading timm:resnet18 …`; empty to clear the line.
@@ -47,7 +48,7 @@ def status_line(text: str) -> None:
 
 
 def echo(text: str) -> None:
-    """Print a line that stays, in place of the status line."""
+    """Print a line on stderr that stays, in place of the status line."""
     status_line("")
     typer.echo(text, err=True)
 

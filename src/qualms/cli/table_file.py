@@ -33,10 +33,10 @@ Rows = Scored | TokenTable
 
 
 def require_new_file(path: Path, overwrite: bool) -> None:
-    """Raise an error, before any work, if a file cannot be written or exists already.
+    """Raise an error, before any work, if --out cannot be written or exists; create its folder.
 
     Args:
-        path: The file.
+        path: The file that --out names.
         overwrite: Whether the file may exist.
     """
     if path.is_dir():
@@ -110,7 +110,7 @@ class Table:
 
 
 def print_result(rows: Rows, out: str | None, json_lines: bool, summary: str) -> None:
-    """Print the rows with --json, and the summary; on stderr if rows go to stdout.
+    """Print the rows as JSON lines with --json; then the summary, on stderr if rows go to stdout.
 
     Args:
         rows: The table.
@@ -137,7 +137,7 @@ def rejected_file(out: Path) -> Path:
 
 @contextmanager
 def write_with_rejections(out: Path, rejected: Sequence[Rejected]) -> Iterator[Path]:
-    """Yield a file to fill, which replaces `out` once the rejected inputs are listed beside it.
+    """Yield an empty file to fill; at the end, list the rejected inputs, then let it replace `out`.
 
     Args:
         out: The value of --out.
@@ -174,7 +174,7 @@ def _write_rejections(path: Path, rejected: Sequence[Rejected]) -> None:
 
 
 def _output_name(path: Path) -> str:
-    """Return the name of the output in errors."""
+    """Return what errors call the output: `--out scores.csv`."""
     return f"--out {path}"
 
 
@@ -249,7 +249,7 @@ def _write_text(rows: Rows, ending: str, file: io.TextIOBase) -> None:
 
 
 def _write_csv(columns: dict[str, list[Any]], file: io.TextIOBase) -> None:
-    """Write columns of one length as CSV, with their names in the first line."""
+    """Write columns of equal length as CSV, with the names of the columns in the first line."""
     writer = csv.writer(_UnixLines(file))
     writer.writerow(columns)
     writer.writerows(zip(*columns.values(), strict=True))
@@ -262,10 +262,11 @@ class _UnixLines:
     """
 
     def __init__(self, file: io.TextIOBase) -> None:
+        """Wrap a file that is open for writing text."""
         self.file = file
 
     def write(self, line: str) -> None:
-        """Write a line that ends as the csv module ends it."""
+        """Write a line of the csv module, whose `\\r\\n` at the end is replaced by `\\n`."""
         self.file.write(f"{line.removesuffix(csv.excel.lineterminator)}\n")
 
 

@@ -133,7 +133,7 @@ def threshold(
 
 
 def _check_shares(coverage: float | None, risk: float | None, confidence: float | None) -> None:
-    """Raise an error if the options contradict each other, or are not shares.
+    """Raise an error if the options contradict each other, or are no shares from 0 to 1.
 
     Args:
         coverage: The value of --coverage.
@@ -157,10 +157,10 @@ def _parse_method(text: str, dataset: str) -> dict[str, Method]:
 
     Args:
         text: The value of --method.
-        dataset: The dataset for which the paper's methods have their settings.
+        dataset: The dataset that decides the settings of the paper's methods.
 
     Returns:
-        The method by its spec.
+        A dict of one method, by its spec.
     """
     methods = parse_methods(text, dataset)
     if len(methods) > 1:
@@ -241,7 +241,10 @@ def _promise(threshold: Threshold) -> str:
 
 
 def _content(threshold: Threshold) -> dict[str, object]:
-    """Return a threshold as JSON, without the scores that it was set on, which are many."""
+    """Return a threshold as values for JSON, without the scores that it was set on.
+
+    A threshold that accepts nothing is minus infinity, which JSON lacks: its value is None.
+    """
     content = asdict(threshold)
     del content["reference"]
     if not math.isfinite(threshold.value):

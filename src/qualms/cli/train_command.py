@@ -114,7 +114,7 @@ def train(options: TrainOptions) -> None:
 
 
 def _recipe(data: str, name: str, options: TrainOptions) -> Recipe:
-    """Return the paper's recipe for a network, with the user's epochs and batch size.
+    """Return the recipe for a dataset and network, with --epochs and --batch in place of its own.
 
     Args:
         data: The name of the dataset.

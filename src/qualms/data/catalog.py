@@ -25,7 +25,7 @@ class Dataset:
         size: the height and width of the images, in pixels.
         normalization: the usual normalization; networks may use others.
         get: instructions for getting the files, for errors.
-        package: where the images come from if they need no file.
+        package: the package that the images come with; None if they are read from files.
     """
 
     read: Callable[[Path, str], Images]

@@ -20,11 +20,19 @@ from qualms.errors import QualmsError
 
 @dataclass(frozen=True)
 class _Layout:
-    """The files of a dataset, the key of its labels, and its classes."""
+    """What sets the two datasets apart.
+
+    Args:
+        name: the name of the dataset.
+        folder: the folder that holds the files, in the folder of datasets.
+        files: by split, the names of the files.
+        label_key: the key of the labels in each file.
+        classes: the names of the classes.
+    """
 
     name: str
     folder: str
-    files: dict[str, list[str]]  # by split
+    files: dict[str, list[str]]
     label_key: str
     classes: tuple[str, ...]
 
@@ -72,12 +80,12 @@ def read_cifar100(root: Path, split: str) -> Images:
 
 
 def _read(root: Path, split: str, layout: _Layout) -> Images:
-    """Read the images of a split.
+    """Read the images and labels of a split from all its files.
 
     Args:
         root: the folder of datasets.
         split: "train" or "test".
-        layout: the files, their keys and the classes.
+        layout: where the dataset's files are, and what they hold.
     """
     folder = root / layout.folder
     # All files are looked for before the first is read.
@@ -94,7 +102,7 @@ def _read(root: Path, split: str, layout: _Layout) -> Images:
 
 
 def _read_batch(path: Path, layout: _Layout) -> Images:
-    """Read the images and labels of one file."""
+    """Read the images and labels of one file, or raise an error if it is not a CIFAR file."""
     content = read_pickle(path)
     if not isinstance(content, dict):
         raise QualmsError(
@@ -125,14 +133,14 @@ def _decode_key(key: Any) -> Any:
 
 
 def _is_byte_table(data: Any) -> bool:
-    """Whether these are bytes of shape [n, 3072]."""
+    """Whether a value is an array of bytes [n, 3072]: three colors of 32x32 pixels in each row."""
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
         return False
     return data.ndim == 2 and data.shape[1] == 3072
 
 
 def _is_integer_list(labels: Any) -> bool:
-    """Whether this is a list of whole numbers of 64 bits."""
+    """Whether a value is a list of whole numbers that 64 bits can hold."""
     if not isinstance(labels, list):
         return False
     return all(type(label) is int and abs(label) < 2**63 for label in labels)

@@ -15,12 +15,13 @@ from qualms.errors import QualmsError, explain_failure
 T = TypeVar("T")
 
 ORIENTATION = 0x0112  # the EXIF tag of the orientation
-TURNED = range(2, 9)  # values of the tag for images that are not upright
+# Values of the tag for images that are not upright.
+TURNED = range(2, 9)
 
 # Memory is allocated for as many pixels as a header claims. So a header is believed only up to what
-# a file of its length can hold: MIN_BELIEVED_PIXELS in any file, or BELIEVED_PIXELS_PER_BYTE. A byte
-# of PNG can hold 8,000 pixels of one bit. Blank pages as WEBP or TIFF can have more, and are refused
-# if they are large.
+# a file of its length can hold: MIN_BELIEVED_PIXELS in any file, or BELIEVED_PIXELS_PER_BYTE. A
+# byte of PNG can hold 8,000 pixels of one bit. Blank pages as WEBP or TIFF can have more, and are
+# refused if they are large.
 MIN_BELIEVED_PIXELS = 2**25
 BELIEVED_PIXELS_PER_BYTE = 10_000
 SCALE_BLOCK = 2**20  # numbers that are scaled together
@@ -47,7 +48,7 @@ class Unreadable(QualmsError):
         error: the exception that a library raised, if any.
 
     Attributes:
-        plain: the reason alone.
+        plain: the reason, without the class of the error.
         reason: the reason, with the class of the error in parentheses, if there is one.
     """
 
@@ -58,7 +59,7 @@ class Unreadable(QualmsError):
 
 
 class TooLarge(Unreadable):
-    """Raised if an image claims more pixels than are read; nothing of it was decoded."""
+    """Raised if an image's header claims more pixels than the limit; no pixel was decoded."""
 
 
 def pillow() -> Any:
@@ -75,7 +76,8 @@ def decode_image(
         content: the file's bytes.
         where: what errors call the image.
         formats: the file formats that are read, by Pillow's names; all by default.
-        most: the number of pixels that are read, if it is lower than Pillow's own limit.
+        most: the largest number of pixels that is read; None for Pillow's own limit, which holds in
+            any case.
 
     Returns:
         Pillow's image in mode RGB, and what was changed: keys of `CHANGES`.
@@ -85,6 +87,7 @@ def decode_image(
         TooLarge: if its header claims too many pixels.
     """
     image, changes = _open(content, where, formats, most)
+    # Read first, since `_scale_to_bytes` creates an image without metadata.
     orientation = _read_metadata(lambda: int(image.getexif().get(ORIENTATION, 1)), 1)
     if image.mode.startswith("I;16") or image.mode in ("I", "F"):
         image = _scale_to_bytes(image, where)
@@ -97,11 +100,14 @@ def decode_image(
 
 
 def open_image(content: bytes, where: str) -> Any:
-    """Open an image in Pillow's own mode, with all pixels of its first frame read.
+    """Open an image without converting its mode, and read all pixels of its first frame.
 
     Args:
         content: the file's bytes.
         where: what errors call the image.
+
+    Returns:
+        Pillow's image.
     """
     image, _ = _open(content, where, None, None)
     return image
@@ -126,18 +132,24 @@ def describe_changes(counts: Mapping[str, int]) -> list[str]:
 def _open(
     content: bytes, where: str, formats: Sequence[str] | None, most: int | None
 ) -> tuple[Any, list[str]]:
-    """Open an image and read its pixels; report changes that the pixels do not show.
+    """Open an image and read its pixels, and note what Pillow changes or leaves out as it reads.
 
     Args:
         content: the file's bytes.
         where: what errors call the image.
         formats: the file formats that are read, by Pillow's names; None for all.
-        most: the number of pixels that are read; None for Pillow's own limit.
+        most: the largest number of pixels that is read; None for Pillow's own limit.
+
+    Returns:
+        Pillow's image of the first frame in its own mode, and a list of changes: "frames" and "more
+        bits", each only where it applies.
     """
     library = pillow()
 
     def explain(error: Exception) -> Unreadable:
+        """Turn an exception of Pillow into the error that names the image."""
         if isinstance(error, library.DecompressionBombError):
+            # The message is: Image size (CLAIMED pixels) exceeds limit of LIMIT pixels, …
             claimed, limit = re.findall(r"\d+", str(error))[:2]
             return _too_large(where, int(claimed), int(limit))
         return Unreadable(where, "truncated or not an image", error)
@@ -150,6 +162,7 @@ def _open(
         changes = []
         if _has_frames(image):
             changes.append("frames")
+        # Pillow reads 16-bit color as 8 bits; only the raw mode of its decoder shows it.
         if any(";16" in str(tile[3]) for tile in getattr(image, "tile", ())):
             changes.append("more bits")
         _require_size(image, where, len(content), most)
@@ -160,13 +173,17 @@ def _open(
 
 
 def _require_size(image: Any, where: str, length: int, most: int | None) -> None:
-    """Raise if a header claims more pixels than are read, or than its file can hold.
+    """Raise if a header claims more pixels than the limit, or than its file can hold.
 
     Args:
         image: a Pillow image of which only the header was read.
         where: what errors call the image.
         length: the length of the file in bytes.
-        most: the largest number of pixels that is read; None for no limit.
+        most: the limit, a number of pixels; None for no limit.
+
+    Raises:
+        TooLarge: if the header claims more than `most`.
+        Unreadable: if it claims more than a file of this length is believed to hold.
     """
     claimed = image.width * image.height
     if most is not None and claimed > most:
@@ -181,7 +198,7 @@ def _require_size(image: Any, where: str, length: int, most: int | None) -> None
 
 
 def _too_large(where: str, claimed: int, limit: int) -> TooLarge:
-    """Create the error that a header claims more pixels than are read.
+    """Create the error that a header claims more pixels than the limit.
 
     Args:
         where: the name of the image in the error.
@@ -194,8 +211,13 @@ def _too_large(where: str, claimed: int, limit: int) -> TooLarge:
 
 
 def _read_metadata(read: Callable[[], T], default: T) -> T:
-    """Call `read` for a value of a file's metadata; return the default if the metadata is damaged,
-    since the pixels may still be fine.
+    """Return a value of a file's metadata, or the default if the metadata is damaged.
+
+    The pixels may be fine all the same.
+
+    Args:
+        read: reads the value; any exception counts as damage.
+        default: the value for damaged metadata.
     """
     try:
         return read()
@@ -204,34 +226,44 @@ def _read_metadata(read: Callable[[], T], default: T) -> T:
 
 
 def _has_frames(image: Any) -> bool:
-    """Whether there is a second frame. To count frames, all of them would be visited."""
+    """Whether an image has a second frame; the image stays at its present frame.
+
+    Frames are not counted, since that would visit all of them.
+    """
     first = image.tell()
     is_animated = _read_metadata(lambda: bool(getattr(image, "is_animated", False)), False)
-    if image.tell() != first:  # else another frame would be read, of another size
+    # Else another frame would be read, of another size.
+    if image.tell() != first:
         image.seek(first)
     return is_animated
 
 
 def _turn_upright(image: Any, orientation: int) -> None:
-    """Rotate and mirror an image in place.
+    """Rotate and mirror an image in place, as its EXIF orientation asks for.
 
     Args:
-        image: a Pillow image, whose metadata is no longer needed.
-        orientation: the value of the EXIF orientation.
+        image: a Pillow image; its metadata is removed.
+        orientation: the value of the EXIF orientation, one of `TURNED`.
     """
-    # Nothing else stays in the metadata: Pillow would write it again, and fail if it is damaged.
+    # Pillow takes the orientation from the metadata, and writes all other metadata again, which
+    # fails if it is damaged. So only the orientation is put back.
     image.info.clear()
     image.getexif()[ORIENTATION] = orientation
     import_extra("PIL.ImageOps", "pillow", "images").exif_transpose(image, in_place=True)
 
 
 def _scale_to_bytes(image: Any, where: str) -> Any:
-    """Scale gray of more than 8 bits to 8 bits: 16 bits are divided by 257, so that white stays
-    white.
+    """Scale a gray image of more than 8 bits to 8 bits.
+
+    Whole numbers are divided by 257, so that 65535, white in 16 bits, becomes 255; floats from 0 to
+    1 are multiplied by 255.
 
     Args:
         image: a Pillow image of one channel.
         where: what errors call the image.
+
+    Raises:
+        Unreadable: if a value is outside the range of black to white.
     """
     values = np.asarray(image)
     low, high = float(values.min()), float(values.max())
@@ -244,7 +276,8 @@ def _scale_to_bytes(image: Any, where: str) -> Any:
         )
     scaled = np.empty(values.size, np.uint8)
     flat = values.reshape(-1)
-    for start in range(0, values.size, SCALE_BLOCK):  # so that no copy in float64 is large
+    # So that no copy in float64 is large.
+    for start in range(0, values.size, SCALE_BLOCK):
         block = slice(start, start + SCALE_BLOCK)
         scaled[block] = np.rint(flat[block].astype(np.float64) * (255 / white))
     return pillow().fromarray(scaled.reshape(values.shape))
@@ -256,7 +289,10 @@ def _convert_to_rgb(image: Any, where: str, changes: list[str]) -> Any:
     Args:
         image: a Pillow image of at most 8 bits a channel.
         where: what errors call the image.
-        changes: keys of `CHANGES`, to which those of this conversion are added.
+        changes: a list of keys of `CHANGES`, to which those of this conversion are appended.
+
+    Returns:
+        A Pillow image in mode RGB.
     """
     mode = image.mode
     if mode in ("P", "PA"):
@@ -269,13 +305,13 @@ def _convert_to_rgb(image: Any, where: str, changes: list[str]) -> Any:
         changes.append("CMYK")
     elif not mode.startswith("RGB"):
         changes.append("colors")
+    # Pillow converts colors that are multiplied by their opacity only to plain ones with opacity.
     if mode in ("La", "RGBa"):
         image = image.convert(f"{mode[:-1]}A")
     if image.mode in ("LA", "RGBA") and image.getchannel("A").getextrema()[0] < 255:
         changes.append("transparency")
-    image.info.pop(
-        "transparency", None
-    )  # a color that marks transparent pixels: they keep the color
+    # This entry is a color that stands for transparent pixels; they keep the color.
+    image.info.pop("transparency", None)
     if image.mode == "RGB":
         return image
     try:

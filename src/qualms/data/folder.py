@@ -21,7 +21,8 @@ from qualms.errors import QualmsError
 
 SPLIT_FOLDERS = {"train": ("train",), "test": ("test", "val", "validation")}
 LSUN_FOLDERS = ("lsun", "LSUN", "LSUN_resize", "lsun_resize", "LSUN_test")
-NO_IMAGES = {"BUFR", "GRIB", "HDF5", "MPEG"}  # formats that Pillow recognizes and cannot decode
+# Formats that Pillow recognizes and cannot decode.
+NO_IMAGES = {"BUFR", "GRIB", "HDF5", "MPEG"}
 # Images that Pillow does not read by itself, and the package that teaches it to, if there is one.
 FOREIGN = {
     ".heic": "pillow-heif",
@@ -94,9 +95,10 @@ def read_folder(
     Args:
         path: the folder; if it has a folder for the split, that folder is read.
         split: "train" or "test".
-        name: of the images.
+        name: the name of the images, in tables and errors.
         transform: how each image is resized; None leaves them in one size.
-        strict: whether an image that cannot be read is an error.
+        strict: whether an image that cannot be read is an error. If not, it is left out and among
+            `Images.rejected`.
     """
     listing = list_folder(path, split)
     path = listing.path
@@ -119,7 +121,7 @@ def read_folder(
 
 
 def read_file(path: Path, name: str, transform: ImageTransform | None = None) -> Images:
-    """Read one image file.
+    """Read one image file as `Images` of length 1, without a label.
 
     Args:
         path: the path of the file.
@@ -134,6 +136,8 @@ def read_file(path: Path, name: str, transform: ImageTransform | None = None) ->
 
 def list_folder(path: Path, split: str) -> Listing:
     """List the image files of a folder by their sorted names.
+
+    Subfolders, if there are any, are the classes; their images may be at any depth.
 
     Args:
         path: the folder; if it has a folder for the split, that folder is listed.
@@ -169,12 +173,16 @@ def is_image(path: Path) -> bool:
     ending = path.suffix.lower()
     if ending not in endings() and ending not in FOREIGN:
         return False
+    # A link to a missing file is listed too, and later reported as an image that cannot be read.
     return path.is_file() or path.is_symlink()
 
 
 @cache
 def endings() -> frozenset[str]:
-    """Find the endings of the files that this installation of Pillow reads."""
+    """Find the endings of the files that this installation of Pillow reads, such as `.png`.
+
+    HEIF files are among them if the package pillow-heif is installed.
+    """
     library = pillow()
     with suppress(ImportError):
         import_module("pillow_heif").register_heif_opener()
@@ -186,7 +194,14 @@ def endings() -> frozenset[str]:
 
 
 def _split_folder(path: Path, split: str) -> Path:
-    """Return the folder of a split inside a folder, or the folder itself if it has no splits."""
+    """Return the folder of a split inside a folder, or the folder itself if it has no splits.
+
+    If all its folders are those of other splits, an error is raised.
+
+    Args:
+        path: the folder.
+        split: "train" or "test".
+    """
     for name in SPLIT_FOLDERS[split]:
         if (path / name).is_dir():
             return path / name
@@ -222,7 +237,10 @@ def _list_entries(path: Path) -> _Entries:
 
 
 def _list_below(folder: Path) -> tuple[list[Path], list[Path]]:
-    """List all images and all other files at any depth: some datasets have folders inside a class."""
+    """Return the images and the other files of a folder at any depth.
+
+    Some datasets have folders inside that of a class.
+    """
     entries = _list_entries(folder)
     images, others = entries.images, entries.others
     for inside in entries.folders:
@@ -233,7 +251,12 @@ def _list_below(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _as_file(folder: Path, file: Path) -> File:
-    """Describe a file for `read_images`; its id is its path inside the folder."""
+    """Describe a file for `read_images`, which reads its bytes later.
+
+    Args:
+        folder: the folder; the image's id is the file's path inside it.
+        file: the path of the file.
+    """
     return File(file.relative_to(folder).as_posix(), str(file), partial(_read_content, file))
 
 
@@ -241,6 +264,7 @@ def _read_content(file: Path) -> bytes:
     """Return the bytes of an image file, or raise `Unreadable` with the reason."""
     ending = file.suffix.lower()
     if ending not in endings():
+        # Empty if no package reads such files.
         package = FOREIGN[ending]
         needs = "Pillow cannot read"
         if package:
@@ -253,7 +277,14 @@ def _read_content(file: Path) -> bytes:
 
 
 def _skipped_note(files: list[Path]) -> list[str]:
-    """Describe in a sentence which files were skipped because they are no images."""
+    """Return a sentence about the files that were skipped because they are no images.
+
+    Args:
+        files: the skipped files.
+
+    Returns:
+        A list of the one sentence; empty if no file was skipped.
+    """
     if not files:
         return []
     names = ", ".join(file.name for file in files[:3])

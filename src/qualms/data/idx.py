@@ -17,7 +17,8 @@ from qualms.data.images import Images, build_images
 from qualms.data.places import find_first, read_file_bytes
 from qualms.errors import QualmsError
 
-PREFIX = {"train": "train", "test": "t10k"}  # start of the names of a split's files
+# Start of the names of a split's files.
+PREFIX = {"train": "train", "test": "t10k"}
 MNIST_FOLDERS = ("MNIST/raw", "MNIST", "mnist/raw", "mnist", ".")
 FASHION_FOLDERS = ("FashionMNIST/raw", "FashionMNIST", "fashion-mnist/raw", "fashion-mnist", ".")
 
@@ -69,7 +70,14 @@ def _read(
 
 
 def _find(folders: list[Path], stem: str, ending: str) -> Path:
-    """Find the first existing file; names have a hyphen or a dot, and are gzipped or not."""
+    """Find the first idx file that exists.
+
+    Args:
+        folders: the folders in which it may be.
+        stem: the start of its name, such as `train-images`.
+        ending: the end of its name, such as `idx3-ubyte`. A hyphen or a dot is before it, and `.gz`
+            may be after it.
+    """
     candidates = []
     for folder in folders:
         for joint in "-.":
@@ -101,6 +109,7 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
             f"{path} starts with {content[:4].hex(' ') or 'nothing'}, but an idx file of bytes "
             f"with {axes} axes starts with 00 00 08 0{axes}; download it again."
         )
+    # After the first four bytes, four bytes for the length of each axis.
     start = 4 + 4 * axes
     shape = []
     for at in range(4, start, 4):

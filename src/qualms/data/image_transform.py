@@ -55,6 +55,7 @@ class ImageTransform:
     by: str = field(default="as in the network's settings", compare=False)
 
     def __post_init__(self) -> None:
+        """Raise an error if a setting is invalid, or the crop larger than the resized image."""
         before = self._before or self.size
         sides = (*self.size, *before)
         if not all(1 <= side <= MAX_SIDE for side in sides):
@@ -62,6 +63,7 @@ class ImageTransform:
                 f"images cannot be resized to {sides}; each side must be 1 to {MAX_SIDE} pixels."
             )
         is_smaller = before[0] < self.size[0] or before[1] < self.size[1]
+        # With one number for `resize`, `_size_before_crop` makes the image large enough.
         if is_smaller and not isinstance(self.resize, int):
             raise QualmsError(
                 f"cannot crop {_format_size(self.size)} from {_format_size(before)} pixels; "
@@ -77,13 +79,23 @@ class ImageTransform:
 
     @property
     def _before(self) -> tuple[int, int] | None:
-        """`resize` as a pair of height and width; None without it."""
+        """`resize` as a pair of height and width, for checks; None without it.
+
+        The length of the shorter side stands for both sides.
+        """
         if isinstance(self.resize, int):
             return self.resize, self.resize
         return self.resize
 
     def apply_to_image(self, image: Any) -> Any:
-        """Resize, crop and convert one Pillow image, in mode L or RGB."""
+        """Resize, crop and convert one image.
+
+        Args:
+            image: a Pillow image in mode L or RGB.
+
+        Returns:
+            A Pillow image of `size`, in mode L or RGB.
+        """
         height, width = self.size
         if image.size != (width, height):
             image = self._crop_ends(image)
@@ -118,7 +130,8 @@ class ImageTransform:
         if not isinstance(self.resize, int):
             height, width = self.resize or self.size
             return width, height
-        # Never smaller than the crop.
+        # Never smaller than the crop. Adding 1e-6 keeps a product just below a whole number from
+        # being rounded down.
         scale = max(self.resize / min(wide, high), width / wide, height / high)
         width = max(width, int(wide * scale + 1e-6))
         height = max(height, int(high * scale + 1e-6))
@@ -128,7 +141,7 @@ class ImageTransform:
         """Transform images in memory.
 
         Args:
-            images: all of one size.
+            images: the images, in gray or color.
 
         Returns:
             Images of `size`; the same object if nothing has to be done.
@@ -173,7 +186,7 @@ class ImageTransform:
         return f"{len(others)} images of {pixels} pixels were {done}"
 
     def _steps(self) -> str:
-        """Describe the steps that an image goes through."""
+        """Describe the steps that an image goes through, such as `resized to 32 x 32`."""
         if self.resize is None:
             return f"resized to {_format_size(self.size)}"
         before = f"{self.resize} on the shorter side"

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from qualms.errors import QualmsError, warn_renamed
 
-LUMA = (0.299, 0.587, 0.114)  # ITU-R 601: how bright red, green and blue look
+# ITU-R 601: how bright red, green and blue look.
+LUMA = (0.299, 0.587, 0.114)
 CHUNK = 1000  # images that are held as floats at a time
 
 
@@ -84,11 +85,12 @@ class Images:
     rejected: tuple[Rejected, ...] = ()
 
     def __len__(self) -> int:
+        """Return the number of images."""
         return len(self.pixels)
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width."""
+        """The height and width of the images, in pixels."""
         return self.pixels.shape[2], self.pixels.shape[3]
 
     def take(self, index: slice | Int64[Tensor, " k"]) -> "Images":
@@ -154,7 +156,7 @@ class Images:
         return self.convert(channels, size)
 
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change with any pixel, label or shape."""
+        """Hash the pixels, labels and shape to sixteen hex digits."""
         digest = hashlib.sha256(str(tuple(self.pixels.shape)).encode())
         digest.update(self.pixels.contiguous().numpy().data)
         if self.labels is not None:
@@ -170,11 +172,14 @@ class Images:
 def number_of(values: np.ndarray) -> int:
     """Hash the content of an array to a number of 63 bits, which can seed its random draws.
 
+    The shape and the type are not part of the hash.
+
     Args:
         values: an array of any shape and type.
     """
     content = np.ascontiguousarray(values).data
     digest = hashlib.blake2b(content, digest_size=8).digest()
+    # 63 bits, which a signed integer of 64 bits can hold.
     return int.from_bytes(digest) >> 1
 
 
@@ -198,6 +203,7 @@ def _resize(
         x = F.interpolate(x, (height, width), mode="bilinear", antialias=True)
     # Rounded once at the end, not after each step.
     rounded = x.round().clamp(0, 255).to(torch.uint8)
+    # From gray to color, the channel is repeated.
     return rounded.expand(-1, channels, -1, -1)
 
 

@@ -27,7 +27,7 @@ class _Options:
     Args:
         root: the folder of datasets.
         split: "train" or "test".
-        transform: how each image is resized.
+        transform: how each image is resized; None leaves its size.
         strict: whether an image that cannot be read is an error.
     """
 
@@ -142,13 +142,20 @@ def place_of(name: str, root: Path) -> Path | None:
         that name has its files.
     """
     for place in (Path(name), root / name):
-        if os.path.exists(place):  # unlike Path's, False for what cannot be a path
+        # Unlike Path's, False for what cannot be a path.
+        if os.path.exists(place):
             return None if _is_dataset_folder(place, name, root) else place
     return None
 
 
 def _is_dataset_folder(place: Path, name: str, root: Path) -> bool:
-    """Whether a folder is where the dataset of that name has its files."""
+    """Whether a place is the folder in which the dataset of that name has its files.
+
+    Args:
+        place: an existing path.
+        name: the name that led to it.
+        root: the folder of datasets.
+    """
     folder = root / name
     if name not in NAMED_FOLDERS or not os.path.exists(folder):
         return False
@@ -208,7 +215,10 @@ def _read_path(name: str, options: _Options) -> Images:
 
 
 def _display_name(place: Path) -> str:
-    """Name images after their path, so that the name is never that of a dataset."""
+    """Name images after the last part of their path, without a file's ending.
+
+    If that is the name of a dataset, the whole path is the name.
+    """
     short = place.stem if place.is_file() else Path(os.path.abspath(place)).name
     if short not in DATASETS:
         return short
@@ -216,7 +226,7 @@ def _display_name(place: Path) -> str:
 
 
 def _transform(images: Images, transform: ImageTransform | None) -> Images:
-    """Apply a transform to images in memory, and add a note that describes it."""
+    """Apply a transform to images in memory, and add a note on what it did; None does nothing."""
     if transform is None:
         return images
     note = transform.describe([images.size] * len(images))
@@ -225,7 +235,7 @@ def _transform(images: Images, transform: ImageTransform | None) -> Images:
 
 
 def _unknown_name(name: str, root: Path) -> QualmsError:
-    """Create the error that a name is neither a dataset nor a path, with similar names if there are any."""
+    """Create the error that a name is neither a dataset nor a path; it suggests similar names."""
     names = list(DATASETS)
     if root.is_dir():
         names += [entry.name for entry in root.iterdir()]

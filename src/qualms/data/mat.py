@@ -16,9 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-HEADER, TAG = 128, 8  # bytes of the file's header, and of an element's type and length
+# Bytes of the file's header, and of an element's type and length.
+HEADER, TAG = 128, 8
 MATRIX, COMPRESSED = 14, 15  # types of elements that hold others
-INT8, INT32, UINT32 = 1, 5, 6  # types of the elements that describe an array
+# Types of the elements that describe an array.
+INT8, INT32, UINT32 = 1, 5, 6
 COMPLEX, LOGICAL = 0x0800, 0x0200  # flags of an array
 
 # The types of stored numbers, of an array's numbers, and of what is no array of numbers.
@@ -38,7 +40,7 @@ class Variable:
     """A variable of a file.
 
     Args:
-        kind: the type of the variable in the file.
+        kind: the type of the variable, such as "uint8", "logical", "complex" or "struct".
         numbers: the array; None if it is not one of real numbers.
     """
 
@@ -56,6 +58,7 @@ def read_mat(content: bytes) -> dict[str, Variable]:
         ValueError: if anything in the file is not as it should be.
         zlib.error: if what is compressed is damaged.
     """
+    # The header ends with a version of two bytes, then the letters that tell the byte order.
     order = {b"IM": "<", b"MI": ">"}.get(content[HEADER - 2 : HEADER])
     if order is None:
         raise ValueError("no MATLAB 5 file")
@@ -75,7 +78,12 @@ def read_mat(content: bytes) -> dict[str, Variable]:
 
 
 def _decompress(element: tuple[int, memoryview], order: str) -> tuple[int, memoryview]:
-    """Return the one element inside a compressed element; other elements unchanged."""
+    """Return the one element inside a compressed element, or the element itself if not compressed.
+
+    Args:
+        element: the type and the bytes of the element.
+        order: the byte order, "<" or ">".
+    """
     kind, content = element
     if kind != COMPRESSED:
         return element
@@ -95,6 +103,7 @@ def _elements(content: memoryview, order: str) -> Iterator[tuple[int, memoryview
         if len(content) - at < TAG:
             raise ValueError("an element is cut short")
         kind, length = struct.unpack_from(f"{order}II", content, at)
+        # A small element: a length and a type of two bytes each, then at most four bytes.
         if kind >> 16:
             length = kind >> 16
             kind = kind & 0xFFFF
@@ -120,6 +129,9 @@ def _read_variable(parts: list[tuple[int, memoryview]], order: str) -> tuple[str
     Args:
         parts: the elements of the variable: flags, shape, name and numbers.
         order: the byte order, "<" or ">".
+
+    Returns:
+        The name, and the variable; what is no array of real numbers comes without its numbers.
     """
     if not parts or parts[0][0] != UINT32 or len(parts[0][1]) != 8:
         raise ValueError("a variable has no flags")
@@ -132,6 +144,7 @@ def _read_variable(parts: list[tuple[int, memoryview]], order: str) -> tuple[str
         return name, Variable(OTHERS[kind], None)
     code = NUMBERS.get(kind)
     is_complex = bool(flags & COMPLEX)
+    # Complex arrays have a fifth part, the imaginary numbers.
     if code is None or len(parts) != 4 + is_complex:
         raise ValueError("a variable has an unknown type, or lacks the parts of an array")
     (shape_type, shape), (name_type, text), (stored, numbers) = parts[1:4]

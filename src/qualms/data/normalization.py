@@ -32,6 +32,7 @@ class Normalization:
     std: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        """Raise an error unless each mean has a positive std, and all results are finite."""
         if len(self.mean) != len(self.std) or not self.mean:
             raise QualmsError(
                 f"the normalization has {len(self.mean)} means and {len(self.std)} standard "

@@ -45,7 +45,11 @@ class _Header:
 
     @classmethod
     def read(cls, stream: Any) -> "_Header":
-        """Read the header at the beginning of an .npy file."""
+        """Read a header.
+
+        Args:
+            stream: an .npy file, opened in binary, at its beginning; left at the first number.
+        """
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_2_0
         if version == (1, 0):
@@ -53,10 +57,17 @@ class _Header:
         with warnings.catch_warnings():
             # About a header that Python 2 wrote, or names of types from then.
             warnings.simplefilter("ignore")
+            # `read` returns shape, by_column and dtype.
             return cls(*read(stream), stream.tell())
 
     def require_length(self, length: int) -> None:
-        """Raise a ValueError unless a file of this length holds exactly the array's numbers."""
+        """Raise a ValueError unless a file of this length holds exactly the array's numbers.
+
+        Arrays of Python objects are refused; they would be a pickle.
+
+        Args:
+            length: the length of the .npy file in bytes, with the header.
+        """
         if self.dtype.hasobject:
             raise ValueError("objects")
         if length - self.start != math.prod(self.shape) * self.dtype.itemsize:
@@ -116,9 +127,11 @@ def npz_parts(
             header = _Header.read(stream)
             header.require_length(entry.file_size)
             whole = None
-            if header.by_column:  # the numbers of an image are not consecutive
+            # The numbers of an image are not consecutive.
+            if header.by_column:
                 whole = _parse_array(file.read(entry))
             else:
+                # In bytes, of one image.
                 size = math.prod(header.shape[1:]) * header.dtype.itemsize
                 stream.seek(start * size, io.SEEK_CUR)
             while start < header.shape[0]:
@@ -135,9 +148,10 @@ def npz_parts(
 
 @contextmanager
 def _open(path: Path) -> Iterator[zipfile.ZipFile]:
-    """Open the zip archive; any exception becomes an error that names it."""
+    """Open a .npz file; any exception inside the block becomes an error that names the file."""
 
     def explain(error: Exception) -> QualmsError:
+        """Create the error that names the file and the class of the exception."""
         return QualmsError(
             f"{path} is truncated or not a .npz file of plain numbers ({type(error).__name__}); "
             "write it again with numpy.savez."
@@ -181,7 +195,7 @@ def _find_keys(path: Path, file: zipfile.ZipFile, split: str) -> tuple[str, str 
 
 
 def _parse_array(content: bytes) -> np.ndarray:
-    """Parse the bytes of an .npy file into an array."""
+    """Parse the bytes of an .npy file into an array, which cannot be written to."""
     header = _Header.read(io.BytesIO(content))
     header.require_length(len(content))
     numbers = np.frombuffer(content, header.dtype, offset=header.start)

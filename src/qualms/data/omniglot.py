@@ -49,7 +49,7 @@ def read_omniglot(root: Path, split: str) -> Images:
 
 
 def _read_drawing(file: Path) -> np.ndarray:
-    """Read one drawing in gray, bright ink on black, resized to 28x28."""
+    """Read one drawing as bytes [28, 28], bright ink on black; larger ones are resized."""
     image = open_image(read_file_bytes(file), str(file)).convert("L")
     if image.size != (SIZE, SIZE):
         image = image.resize((SIZE, SIZE), pillow().Resampling.LANCZOS)

@@ -87,7 +87,7 @@ def open_parquet(path: Path, content: Any) -> ParquetImages:
 
 
 def _first_of(keys: Sequence[str], columns: Sequence[str]) -> str | None:
-    """Find the first of some keys that is a column; None if there is none."""
+    """Return the first of `keys` that is one of `columns`; None if none is."""
     for key in keys:
         if key in columns:
             return key
@@ -156,6 +156,7 @@ def parquet_files(path: Path, start: int, at_once: int, prefix: str = "") -> Ite
     with table.file, explain_parquet_errors(path):
         groups = table.groups
         skipped, row = 0, 0
+        # Groups that end before `start`; `row` is the first row of the next group.
         while skipped < len(groups) and row + groups[skipped] <= start:
             row += groups[skipped]
             skipped += 1
@@ -175,6 +176,7 @@ def explain_parquet_errors(path: Path) -> Iterator[None]:
     """Turn any exception of the block into an error that names the file."""
 
     def explain(error: Exception) -> QualmsError:
+        """Create the error: the system's reason for a failed read, else that it is damaged."""
         # pyarrow raises an OSError of its own for a damaged file, without a reason of the system.
         if isinstance(error, OSError) and error.strerror is not None:
             return QualmsError(
@@ -190,7 +192,12 @@ def explain_parquet_errors(path: Path) -> Iterator[None]:
 
 
 def _read_value(where: str, value: Any) -> bytes:
-    """Return the bytes of the image file in a row, or raise `Unreadable`."""
+    """Return the bytes of the image file in a row, or raise `Unreadable`.
+
+    Args:
+        where: what an error calls the row.
+        value: the row's value in the column of images: bytes, or a dictionary with `bytes`.
+    """
     content = value
     if isinstance(value, dict):
         content = value.get("bytes")
@@ -200,7 +207,12 @@ def _read_value(where: str, value: Any) -> bytes:
 
 
 def _class_names(metadata: dict[bytes, bytes], label_key: str | None) -> tuple[str, ...]:
-    """Read the names of the classes from Hugging Face's metadata; empty if there is no such."""
+    """Read the names of the classes from Hugging Face's metadata; empty if they are not there.
+
+    Args:
+        metadata: the metadata of the file's schema.
+        label_key: the column of labels; None if there is none.
+    """
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
         names = features[label_key]["names"]

@@ -43,6 +43,7 @@ def read_pickle(path: Path) -> Any:
     content = read_file_bytes(path)
 
     def explain(error: Exception) -> QualmsError:
+        """Create the error: refused if the pickle holds more than it may, else damaged."""
         if isinstance(error, _Refused):
             return QualmsError(
                 f"{path} is refused: {error}, and a pickle of more than arrays, numbers and text "
@@ -53,7 +54,8 @@ def read_pickle(path: Path) -> Any:
         )
 
     with warnings.catch_warnings(), explain_failure(explain):
-        warnings.simplefilter("ignore")  # about text of Python 2 with invalid escapes
+        # About text of Python 2 with invalid escapes.
+        warnings.simplefilter("ignore")
         _require_bounds(content)
         reader = _ArraysOnly(io.BytesIO(content), encoding="bytes")
         return _unwrap_arrays(reader.load())
@@ -62,8 +64,9 @@ def read_pickle(path: Path) -> Any:
 def _require_bounds(content: bytes) -> None:
     """Raise if a length in a pickle goes beyond the file.
 
-    The reader allocates memory for as many remembered objects, and as many bytes, as the pickle
-    claims. Walking over its operations first runs nothing, and finds lengths beyond the file.
+    Python's reader allocates memory for as many memoized objects, and as many bytes, as the pickle
+    claims. `genops` walks over the operations without running them, and raises if bytes are
+    missing. Positions of memoized objects are compared here.
     """
     for code, argument, _ in pickletools.genops(content):
         if code.name.endswith("PUT") and int(argument or 0) > len(content):
@@ -71,7 +74,7 @@ def _require_bounds(content: bytes) -> None:
 
 
 def _unwrap_arrays(content: Any) -> Any:
-    """Replace stand-ins by their arrays, among the values of a dictionary only.
+    """Replace the stand-ins among a dictionary's values by their arrays; return all else unchanged.
 
     Nested containers are left alone: in a malicious pickle, visiting them could take forever.
     """
@@ -84,10 +87,10 @@ def _unwrap_arrays(content: Any) -> Any:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """A reader of pickles that can import nothing but the stand-ins."""
+    """A reader of pickles that can import nothing but the objects of `STAND_INS`."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for a name that the pickle imports."""
+        """Return the stand-in for a name that the pickle imports; refuse any other name."""
         imported = f"{module}.{name}"
         if imported not in STAND_INS:
             raise _Refused(f"it imports {imported}")
@@ -95,7 +98,11 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 class _Type:
-    """Stands in for a numpy.dtype of plain numbers."""
+    """Stands in for a numpy.dtype of plain numbers.
+
+    Args:
+        code: the dtype in numpy's short form, such as "<f4".
+    """
 
     __slots__ = ("code",)
 
@@ -103,7 +110,11 @@ class _Type:
         self.code = code
 
     def __setstate__(self, state: Any) -> None:
-        """Take the order of bytes from a numpy.dtype's state."""
+        """Take the byte order from a numpy.dtype's state.
+
+        Args:
+            state: as pickled: version, byte order, three entries for fields and subarrays, more.
+        """
         order = _decode(state[1])
         if any(part is not None for part in state[2:5]):
             raise _Refused("it contains an array with named fields")
@@ -111,7 +122,11 @@ class _Type:
 
 
 class _Array:
-    """Stands in for a numpy.ndarray; `numbers` is the array."""
+    """Stands in for a numpy.ndarray.
+
+    Args:
+        numbers: the array; None until `__setstate__` is called.
+    """
 
     __slots__ = ("numbers",)
 
@@ -119,7 +134,11 @@ class _Array:
         self.numbers = numbers
 
     def __setstate__(self, state: Any) -> None:
-        """Take the numbers from a numpy.ndarray's state."""
+        """Build the array from a numpy.ndarray's state.
+
+        Args:
+            state: as pickled: version, shape, dtype, whether the first axis changes fastest, bytes.
+        """
         _, shape, kind, by_column, content = state
         self.numbers = _parse_array(content, kind, shape, "F" if by_column else "C")
 
@@ -131,7 +150,7 @@ def _parse_array(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray:
         content: the bytes of the numbers.
         kind: the stand-in for the dtype.
         shape: a tuple of lengths.
-        order: "F" if the first axis changes fastest.
+        order: "F", as text or bytes, if the first axis changes fastest.
     """
     if not isinstance(kind, _Type) or not isinstance(content, bytes | bytearray):
         raise _Refused("it contains an array of something other than numbers")
@@ -164,12 +183,12 @@ def _require_number(code: str) -> str:
     return code
 
 
-# What a pickle can call. These are objects without attributes, not functions or classes: a pickle can
-# also set attributes of what it holds, and on a function or a class they would outlive it.
+# What a pickle can call. These are objects without attributes, not functions or classes: a pickle
+# can also set attributes of what it holds, and on a function or a class they would outlive it.
 
 
 class _Named:
-    """Stands in for a class that a pickle only refers to; calling it is an error."""
+    """Stands in for a class that a pickle only passes to a call, as numpy.ndarray is."""
 
     __slots__ = ()
 
@@ -180,17 +199,17 @@ class _MakeType:
     __slots__ = ()
 
     def __call__(self, code: Any, align: Any = False, copy: Any = False) -> _Type:
+        """Return the stand-in for a dtype of this code; `align` and `copy` change nothing."""
         return _Type(_require_number(_decode(code)))
 
 
 class _MakeArray:
-    """Stands in for numpy's _reconstruct: makes an empty array, which the pickle fills with
-    `__setstate__`.
-    """
+    """Stands in for numpy's _reconstruct, which makes an array that `__setstate__` fills."""
 
     __slots__ = ()
 
     def __call__(self, kind: Any, shape: Any, code: Any) -> _Array:
+        """Return an array without numbers; its shape and dtype come with `__setstate__`."""
         if kind is not ARRAY:
             raise _Refused("it contains an array of a custom class")
         return _Array()
@@ -216,11 +235,12 @@ class _MakeArrayFromBuffer:
 
 
 class _MakeNumber:
-    """Stands in for numpy's scalar."""
+    """Stands in for numpy's scalar, which makes one number from a dtype and bytes."""
 
     __slots__ = ()
 
     def __call__(self, kind: Any, content: Any) -> Any:
+        """Return the number as a bool, int or float of Python."""
         return _parse_array(content, kind, (), "C").item()
 
 
@@ -230,6 +250,7 @@ class _Encode:
     __slots__ = ()
 
     def __call__(self, text: Any, encoding: Any) -> bytes:
+        """Return the bytes of which `text` has one in each character."""
         if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
             raise _Refused("it encodes something other than bytes")
         return text.encode("latin1")
@@ -241,6 +262,7 @@ class _NoBytes:
     __slots__ = ()
 
     def __call__(self) -> bytes:
+        """Return empty bytes."""
         return b""
 
 

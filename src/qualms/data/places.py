@@ -9,7 +9,10 @@ from qualms.errors import QualmsError
 
 
 class NotFound(QualmsError):
-    """Raised if a dataset's file is in none of its places; `load` adds how to get the file."""
+    """Raised if a dataset's file or folder is at none of the paths that are tried.
+
+    `load` catches it and adds how to get the files.
+    """
 
 
 def find_first(places: Iterable[Path], what: str) -> Path:

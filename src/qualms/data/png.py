@@ -9,7 +9,8 @@ import zlib
 from typing import Any
 
 SIGNATURE = 8  # bytes before the first chunk
-CHUNK_OVERHEAD = 12  # bytes of a chunk without its data: length, type and checksum
+# Bytes of a chunk without its data: length, type and checksum.
+CHUNK_OVERHEAD = 12
 CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by the type of color
 # Where an interlaced image's passes begin, and how far apart their pixels are, across and down.
 PASSES = (
@@ -40,7 +41,7 @@ def require_complete_png(content: bytes, image: Any) -> None:
     is_deep = image.mode.startswith("I")
     if not (is_interlaced or is_deep or image.crop(last_row).getbbox() is None):
         return
-    expected = 0
+    expected = 0  # bytes of all rows, decompressed
     for x, y, across, down in PASSES if is_interlaced else ONE_PASS:
         columns = _ceil_div(wide - x, across)
         rows = _ceil_div(high - y, down)
@@ -54,7 +55,11 @@ def require_complete_png(content: bytes, image: Any) -> None:
 
 
 def _read_chunks(content: bytes) -> tuple[bytes, bytes]:
-    """Return the header and the compressed pixels; raise OSError if a checksum is wrong."""
+    """Return the data of the chunk IHDR, and that of all chunks IDAT, the compressed pixels.
+
+    Raises:
+        OSError: if the checksum of a chunk other than metadata is wrong.
+    """
     header = b""
     pixels = []
     at = SIGNATURE

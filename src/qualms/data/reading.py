@@ -62,8 +62,11 @@ def read_images(
         where: what an error calls all files together.
         transform: how each image is resized; None leaves them in color and in one size.
         strict: whether the first image that cannot be read is an error.
-        may_be_empty: whether it is allowed that no image can be read, because these are only some of
-            the files.
+        may_be_empty: whether it is allowed that no image can be read, as where `files` are only a
+            part of all.
+
+    Raises:
+        QualmsError: if images differ in size, or if no image can be read.
     """
     pixels = np.empty((0, 3, 1, 1), np.uint8)
     kept: list[int] = []
@@ -103,7 +106,13 @@ def read_images(
 def _describe(
     changes: Counter[str], transform: ImageTransform | None, sizes: list[tuple[int, int]]
 ) -> tuple[str, ...]:
-    """Describe what was changed in the images, in sentences."""
+    """Describe what was changed in the images, in sentences.
+
+    Args:
+        changes: by key of `CHANGES`, the number of images.
+        transform: how the images were resized; None if they were not.
+        sizes: the height and width of each image before that.
+    """
     if transform is None:
         return tuple(describe_changes(changes))
     if transform.channels == 1:
@@ -113,7 +122,12 @@ def _describe(
 
 
 def _nothing_read(where: object, rejected: Sequence[Rejected]) -> QualmsError:
-    """Create the error that no image could be read."""
+    """Create the error that no image could be read, with the reason of the first.
+
+    Args:
+        where: what the error calls all files together.
+        rejected: the files that could not be read; none if there are no files.
+    """
     if not rejected:
         return QualmsError(f"{where} contains no images; check the path.")
     first = rejected[0]

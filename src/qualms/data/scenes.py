@@ -26,8 +26,10 @@ KINDS = ("digits", "letters", "photos")  # of unknown objects
 LIKE_DIGITS = "bDIilOoSsZz"  # letters that look like 6, 0, 1, 5 or 2
 NORMALIZATION = Normalization((0.3,), (0.3,))
 OBJECT = 8  # pixels a side of an object before it is enlarged
-SIDES = (12, 20)  # the least and the most pixels a side of an enlarged object
-OBJECTS = (2, 4)  # the least and the most known objects in a scene, if there is room
+# The least and the most pixels a side of an enlarged object.
+SIDES = (12, 20)
+# The least and the most known objects in a scene, if there is room.
+OBJECTS = (2, 4)
 TRIES = 20  # random places that are tried for each object
 INK = 0.45  # pixels of at least this opacity are labeled as the object
 PAPER = 0.15  # pixels of at most this opacity are labeled as background
@@ -47,6 +49,7 @@ class Scenes:
     labels: Int64[Tensor, "n h w"]
 
     def __len__(self) -> int:
+        """Return the number of scenes."""
         return len(self.pixels)
 
 
@@ -114,7 +117,7 @@ def _enlarge(shape: Float[Tensor, "8 8"], size: int) -> Float[Tensor, "k k"]:
 
 
 def _crop_margin(letter: UInt8[Tensor, "c h w"]) -> UInt8[Tensor, "c k l"]:
-    """Crop a letter to its ink: the digits have no margin either."""
+    """Crop a letter to the smallest rectangle around its ink, as the digits have no margin."""
     _, rows, columns = letter.nonzero(as_tuple=True)
     height = slice(int(rows.min()), int(rows.max()) + 1)
     width = slice(int(columns.min()), int(columns.max()) + 1)
@@ -122,12 +125,12 @@ def _crop_margin(letter: UInt8[Tensor, "c h w"]) -> UInt8[Tensor, "c k l"]:
 
 
 def _split_digits(split: str) -> tuple[_Objects, _Objects]:
-    """Return the digits that are classes of the network, and those that are unknown to it."""
+    """Return the digits 0 to 7, which networks learn, and 8 and 9, labeled as unknown."""
     digits = read_digits(Path(), split)
     assert digits.labels is not None
     shapes = _shrink(digits.pixels)
     is_known = digits.labels < len(CLASSES) - 1
-    known = _Objects(shapes[is_known], digits.labels[is_known] + 1)
+    known = _Objects(shapes[is_known], digits.labels[is_known] + 1)  # class 0 is the background
     return known, _as_unknown(shapes[~is_known])
 
 
@@ -138,7 +141,12 @@ def _as_unknown(shapes: Float[Tensor, "n 8 8"], is_ink: bool = True) -> _Objects
 
 
 def _unknown_objects(kind: str, split: str) -> _Objects:
-    """Read the objects of a kind that no network learns."""
+    """Read the objects of one of `KINDS`, all labeled as unknown.
+
+    Args:
+        kind: "digits" for 8 and 9, "letters" for those unlike digits, "photos" for patches.
+        split: "train" or "test".
+    """
     if kind == "photos":
         photos = read_photos(Path(), split)
         return _as_unknown(_shrink(photos.pixels), is_ink=False)
@@ -153,11 +161,18 @@ def _unknown_objects(kind: str, split: str) -> _Objects:
             shapes.append(_shrink(_crop_margin(pixels)[None]))
     ink = torch.cat(shapes)
     darkest = ink.amax((1, 2), keepdim=True)
-    return _as_unknown(ink / darkest)  # thin lines, as dark as those of the digits
+    # Thin lines fade as they shrink; now as strong as digits'.
+    return _as_unknown(ink / darkest)
 
 
 def _draw_scene(known: _Objects, others: _Objects | None, draws: torch.Generator) -> "_Canvas":
-    """Draw one scene; the unknown object is pasted first, so that there is room for it."""
+    """Draw one scene; the unknown object is pasted first, so that there is room for it.
+
+    Args:
+        known: the digits that a network learns.
+        others: unknown objects, one of which is pasted; None for a scene without one.
+        draws: the random generator for all choices.
+    """
     scene = _Canvas(draws)
     if others is not None:
         scene.paste(others, scene.draw(len(others.shapes)))
@@ -168,7 +183,16 @@ def _draw_scene(known: _Objects, others: _Objects | None, draws: torch.Generator
 
 
 class _Canvas:
-    """A background of slowly changing brightness, on which objects find free places."""
+    """A background of slowly changing brightness, on which objects find free places.
+
+    Args:
+        draws: the random generator for all choices.
+
+    Attributes:
+        image: the brightness of each pixel, about 0 to 1.
+        labels: the label of each pixel, 0 for the background.
+        taken: whether a pixel is in the square of a pasted object.
+    """
 
     def __init__(self, draws: torch.Generator) -> None:
         self.draws = draws
@@ -184,7 +208,7 @@ class _Canvas:
         return int(torch.randint(end, (), generator=self.draws))
 
     def paste(self, objects: _Objects, i: int) -> None:
-        """Paste object i in a random size; it is left out if no free place is found."""
+        """Paste object i in a random size and place; it is left out if no free place is found."""
         shape = objects.shapes[i]
         low, high = SIDES
         size = low + self.draw(high - low + 1)
@@ -199,12 +223,20 @@ class _Canvas:
             alpha = _enlarge(torch.ones_like(shape), size)
             color = _enlarge(shape, size)
         self.image[place] = (1 - alpha) * self.image[place] + alpha * color
+        # Pixels that are neither clearly ink nor clearly paper do not count.
         edge = torch.where(alpha > PAPER, IGNORED, 0)
         self.labels[place] = torch.where(alpha >= INK, int(objects.labels[i]), edge)
         self.taken[place] = True
 
     def _find_place(self, size: int) -> tuple[slice, slice] | None:
-        """Find a random square without an object; None if no try succeeds."""
+        """Find a random square without an object.
+
+        Args:
+            size: the number of pixels a side.
+
+        Returns:
+            The rows and the columns of the square; None if none of `TRIES` places is free.
+        """
         for _ in range(TRIES):
             top = self.draw(SIZE - size + 1)
             left = self.draw(SIZE - size + 1)
@@ -216,7 +248,7 @@ class _Canvas:
         return None
 
     def pixels(self) -> UInt8[Tensor, "1 h w"]:
-        """Convert the image to bytes, with noise added."""
+        """Convert the image to bytes, with noise added; each call draws new noise."""
         noise = torch.randn(SIZE, SIZE, generator=self.draws)
         noisy = 255 * (self.image + 0.04 * noise)
         return noisy.round().clamp(0, 255).to(torch.uint8)[None]

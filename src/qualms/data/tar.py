@@ -16,7 +16,8 @@ from qualms.data.places import import_extra
 from qualms.data.reading import File
 from qualms.errors import QualmsError, explain_failure
 
-RECORD = 20 * 512  # bytes, the unit in which such files are filled up with zeros
+# Bytes, the unit in which such files are filled up with zeros.
+RECORD = 20 * 512
 
 
 def tar_files(path: Path, prefix: str = "") -> Iterator[File]:
@@ -29,6 +30,7 @@ def tar_files(path: Path, prefix: str = "") -> Iterator[File]:
     library = import_extra("webdataset.tariterators", "webdataset", ".tar files", "scale")
 
     def explain(error: Exception) -> QualmsError:
+        """Create the error: the system's reason for a failed read, else that it is damaged."""
         if isinstance(error, OSError):
             return QualmsError(
                 f"{path} cannot be read ({error.strerror or error}); check that it is complete."
@@ -57,6 +59,7 @@ def _require_complete(path: Path) -> None:
 
     Other readers take a truncated header for the end of the file.
     """
+    # Iterating reads all headers. Then `offset` is the end of the last entry; zeros must follow.
     with _open(path) as file:
         for _ in file:
             pass
@@ -80,6 +83,13 @@ def _find_image(sample: dict[str, Any], where: str) -> bytes:
     """Find the image of a sample.
 
     If there are several, the one with a single ending counts: x.jpg, not x.mask.png.
+
+    Args:
+        sample: by ending, the bytes of each file of the sample; also WebDataset's own entries.
+        where: what an error calls the sample.
+
+    Raises:
+        Unreadable: if not exactly one image is found.
     """
     images, plain = [], []
     for field, value in sample.items():

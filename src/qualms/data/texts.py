@@ -20,7 +20,8 @@ from qualms.data.places import import_extra, read_file_bytes
 from qualms.errors import QualmsError
 
 TEXT = "text"  # key of a line, and column of a table
-NAMES = ("id", "name")  # the first of these that is there names the document
+# The first of these that is there names the document.
+NAMES = ("id", "name")
 KINDS = "a .txt, .jsonl or .parquet file, or a folder of .txt files"
 
 
@@ -37,9 +38,9 @@ class Texts:
     """Documents, each with a name of its own.
 
     Args:
-        documents: in the order of their file or folder.
-        source: where they come from.
-        rejected: what could not be read.
+        documents: the documents, in the order of their file or folder.
+        source: where the documents come from.
+        rejected: the texts that could not be read.
     """
 
     documents: tuple[Document, ...]
@@ -102,7 +103,7 @@ def _read_documents(
     Args:
         place: the file or folder, for errors.
         entries: the texts to be read.
-        source: where they come from.
+        source: where the texts come from, for `Texts.source`.
         strict: whether a text that cannot be read is an error.
     """
     documents: dict[str, Document] = {}
@@ -127,7 +128,12 @@ def _read_documents(
 
 
 def _as_entry(path: Path, name: str) -> Entry:
-    """Describe a .txt file as a text to be read."""
+    """Describe a .txt file as a text to be read later.
+
+    Args:
+        path: the path of the file.
+        name: the id of the text, which becomes its name.
+    """
     return Entry(name, str(path), partial(_read_file, path))
 
 
@@ -169,6 +175,9 @@ def _read_line(line: bytes, where: str) -> tuple[str | None, str]:
     Args:
         line: the bytes of the line.
         where: what errors call the line.
+
+    Returns:
+        The name, None if the line gives none, and the text.
     """
     try:
         values = json.loads(line.decode("utf-8-sig"))
@@ -201,7 +210,12 @@ def _list_rows(path: Path) -> Iterator[Entry]:
 
 
 def _name_and_text(values: Mapping[str, Any], where: str) -> tuple[str | None, str]:
-    """Return the name of a line or row, None without one, and its text."""
+    """Return the name that a line or row gives its text, None without one, and the text.
+
+    Args:
+        values: the keys of the line, or the columns of the row, with their values.
+        where: what an error calls the line or row.
+    """
     text = values.get(TEXT)
     if not isinstance(text, str):
         raise Unreadable(where, f'without a string in "{TEXT}"')
@@ -220,13 +234,19 @@ def _require_text(text: str, where: str) -> None:
 
 
 def _require_no_surrogates(text: str, where: str, how: str) -> None:
-    """Raise an error if a text has lone surrogates, which JSON can hold and UTF-8 cannot."""
+    """Raise an error if a text has lone surrogates, which JSON can hold and UTF-8 cannot.
+
+    Args:
+        text: the text, or its name.
+        where: what the error calls the text.
+        how: the start of the reason, before "invalid Unicode".
+    """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise Unreadable(where, f"{how} invalid Unicode (lone surrogates)")
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
-    """Return the reason that bytes cannot be read as UTF-8."""
+    """Return the reason for `Unreadable` that bytes are not UTF-8, with the first wrong byte."""
     return f"not in UTF-8 (byte {error.start})"
 
 

@@ -41,9 +41,11 @@ class ClassGradientNorms:
     norms: Float[Tensor, "b c l"]
     probs: Float[Tensor, "b c"]
     layers: list[str]
-    general: list[str]  # layers that have a parameter without a fast gradient rule
+    # Layers that have a parameter without a fast gradient rule.
+    general: list[str]
     engine: Engine = "exact"  # the engine that computed the norms
-    error: Float[Tensor, "b c l"] | None = None  # standard error of the norms, if they are sketched
+    # Standard error of the norms, if they are sketched.
+    error: Float[Tensor, "b c l"] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Directions v in logit space whose pullback Jᵀv is a gradient that some score needs.
 
-Logits are [b, r, c]: samples, rows of a sample (the sample itself, then its perturbed copies),
-classes. A direction may differ from row to row. Where classes are weighted by p_c, it is that of the
-sample itself, row 0.
+J is the Jacobian of the logits with respect to the parameters. Logits are [b, r, c]: samples, rows
+of a sample (the sample itself, then its perturbed copies), classes. A direction may differ from row
+to row. Where classes are weighted by p_c, it is the probability of the sample itself, row 0.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ Logits = Float[Tensor, "b r c"]
 
 
 def classes(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
-    """e_c - p for the classes c in the slice `some`: the gradient of log p_c in the logits.
+    """Directions e_c - p for the classes c in the slice `some`: the gradient of log p_c in the logits.
 
     The entry 1 - p_c is computed as the sum of the other probabilities, which does not cancel when
     p_c is nearly 1.
@@ -40,15 +40,17 @@ def classes(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c
 
 
 def of_class(logits: Logits, chosen: Int[Tensor, " b"]) -> Float[Tensor, "1 b r c"]:
-    """e_c - p for one class c of each sample, given in `chosen`."""
+    """Direction e_c - p for one class c per sample, given in `chosen`; p differs from row to row."""
     p = logits.double().softmax(-1)
     place = chosen[:, None, None].expand(*p.shape[:2], 1)
     return (-p).scatter(-1, place, sum_of_others(p).gather(-1, place))[None]
 
 
 def sum_of_others(parts: Float[Tensor, "*n c"]) -> Float[Tensor, "*n c"]:
-    """Σ_{k≠c} parts_k for each class c (parts ≥ 0), without cancellation where parts_c dominates
-    the total.
+    """Sum the parts of all other classes, Σ_{k≠c} parts_k for each class c, with parts ≥ 0.
+
+    Where one part dominates, total - parts_c would cancel; for the largest part, the others are
+    summed instead.
     """
     largest = parts.argmax(-1, keepdim=True)
     without_largest = parts.scatter(-1, largest, 0).sum(-1, keepdim=True)
@@ -57,7 +59,7 @@ def sum_of_others(parts: Float[Tensor, "*n c"]) -> Float[Tensor, "*n c"]:
 
 
 def logits(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
-    """e_c for the classes c in the slice `some`: the gradient of the logit z_c itself."""
+    """Directions e_c for the classes c in the slice `some`: the gradient of the logit z_c itself."""
     start, stop, _ = some.indices(logits.shape[-1])
     directions = torch.zeros(stop - start, *logits.shape, dtype=torch.double, device=logits.device)
     directions.diagonal(offset=start, dim1=0, dim2=-1).fill_(1)
@@ -65,7 +67,7 @@ def logits(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"
 
 
 def uniform(logits: Logits) -> Float[Tensor, "1 b r c"]:
-    """(1/C) Σ_c (e_c - p) = 1/C - p: the mean over classes of the gradients of log p_c."""
+    """Direction (1/C) Σ_c (e_c - p) = 1/C - p: the mean over classes of the gradients of log p_c."""
     z = logits.double()
     # exp(z - max z) - 1, which keeps its digits where all logits are nearly equal
     odds = (z - z.amax(-1, keepdim=True)).expm1()
@@ -74,7 +76,7 @@ def uniform(logits: Logits) -> Float[Tensor, "1 b r c"]:
 
 
 def expectation(logits: Logits) -> Float[Tensor, "1 b r c"]:
-    """Σ_c p_c (e_c - p') = p - p', with p of the sample itself and p' of each row.
+    """Direction Σ_c p_c (e_c - p') = p - p': p are the sample's own probabilities, p' each row's.
 
     Exactly zero without smoothing. Added up term by term, it would leave rounding errors, which
     grow with the gradients and so rank samples like them although the score is zero. Probabilities
@@ -87,7 +89,10 @@ def expectation(logits: Logits) -> Float[Tensor, "1 b r c"]:
 
 
 def confounding(logits: Logits) -> Float[Tensor, "1 b r c"]:
-    """The gradient of (1/C) Σ_c -log σ(z_c), the binary cross-entropy with all labels 1."""
+    """Direction -σ(-z_c)/C: the gradient of the binary cross-entropy (1/C) Σ_c -log σ(z_c).
+
+    All labels are 1 (confounding labels).
+    """
     return (-torch.sigmoid(-logits.double()) / logits.shape[-1])[None]
 
 
@@ -111,18 +116,24 @@ def contrasts(
 
 
 def contrast_count(classes: int) -> int:
-    """How many contrasts there are for a number of classes."""
+    """How many directions `contrasts` has for a number of classes."""
     return min(classes - 1, CONTRASTS)
 
 
 @cache
 def _zero_sum_basis(classes: int, number: int) -> Float[Tensor, "m c"]:
+    """Draw `number` orthogonal vectors v with Σ_c v_c = 0, always the same for given arguments.
+
+    Their squared length is (C - 1) / number, so that Σ_m v_m v_mᵀ has trace C - 1, like P in
+    `contrasts`.
+    """
     generator = torch.Generator().manual_seed(classes)
     noise = torch.randn(classes, number, generator=generator, dtype=torch.double)
     orthonormal = torch.linalg.qr(noise - noise.mean(0)).Q
     return orthonormal.T * ((classes - 1) / number) ** 0.5
 
 
+# The sets by name: what users of `Directions` put into `names`.
 DIRECTIONS: dict[str, Callable[..., Tensor]] = {
     "classes": classes,
     "logits": logits,
@@ -131,8 +142,10 @@ DIRECTIONS: dict[str, Callable[..., Tensor]] = {
     "confounding": confounding,
     "contrasts": contrasts,
 }
-PER_CLASS = ("classes", "logits")  # sets with a direction for each class
-IN_BLOCKS = (*PER_CLASS, "contrasts")  # sets of many directions, whose functions take a slice
+# Sets with a direction for each class.
+PER_CLASS = ("classes", "logits")
+# Sets of many directions, whose functions take a slice.
+IN_BLOCKS = (*PER_CLASS, "contrasts")
 
 
 # Several sets together, a block at a time.
@@ -160,7 +173,12 @@ class Cotangents:
         cotangents: Float[Tensor, "m rows c"],
         samples: int,
     ) -> "Cotangents":
-        """Scale given cotangents, as a single block; rows belong to `samples` samples in order."""
+        """Wrap given cotangents as a single block, scaled by `scale_to_unit`.
+
+        Args:
+            cotangents: m cotangents; the rows of a sample are consecutive.
+            samples: the number of samples b, all with the same number of rows.
+        """
         return cls(len(cotangents), lambda: [scale_to_unit(cotangents, samples)])
 
 
@@ -170,7 +188,8 @@ def scale_to_unit(
 ) -> tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]:
     """Split cotangents into (v, s) with s·v the cotangents and max |v| of a sample between 1/2 and 1.
 
-    s is a power of two, so that nothing is rounded.
+    s [k, b] is a power of two for each cotangent and sample, so that nothing is rounded. Where all
+    entries of a sample are 0, s is 1.
 
     Args:
         cotangents: k cotangents; the rows of a sample are consecutive.
@@ -184,36 +203,46 @@ def scale_to_unit(
 
 @dataclass(frozen=True)
 class Directions:
-    """Several sets of directions, one after the other.
+    """Several sets of directions, one after the other; subclasses choose directions by sample.
 
     Args:
-        names: the names of the sets, keys of `DIRECTIONS`.
+        names: the names of the sets, keys of `DIRECTIONS`; in subclasses, names of their own.
     """
 
     names: tuple[str, ...]
 
     def size(self, classes: int) -> int:
-        """The total number of directions."""
+        """The total number of directions of all sets, for a model with `classes` classes."""
         return sum(_size(name, classes) for name in self.names)
 
     def columns(self, name: str, classes: int) -> slice:
-        """The indices of the directions of one set."""
+        """The indices of one set's directions among all directions.
+
+        Args:
+            name: the name of the set, one of `names`.
+            classes: the number of classes of the model.
+        """
         place = self.names.index(name)
         start = Directions(self.names[:place]).size(classes)
         return slice(start, start + _size(name, classes))
 
     def of_samples(self, some: slice) -> "Directions":
-        """The directions of some samples; `self`, unless directions differ from sample to sample."""
+        """Restrict the directions to the samples in the slice `some`.
+
+        Here this is `self`, as the formula of a set is the same for all samples; a subclass with
+        given directions for each sample overrides it.
+        """
         return self
 
     def along(self, logits: Logits, block_bytes: int = BLOCK_BYTES) -> Cotangents:
-        """The directions of all sets for given logits, in the order of `names`, divided by r.
+        """Return the directions of all sets at given logits, in the order of `names`, as cotangents.
 
-        Thanks to the division, the gradient summed over a sample's rows is the mean over its rows.
+        They are divided by the number of rows r, so that adding up the gradients of a sample's r
+        rows gives their mean. They are computed, block by block, when the blocks are iterated over.
 
         Args:
-            logits: the logits [b, r, c].
-            block_bytes: the bytes of directions that exist at once.
+            logits: the logits [b, r, c]: b samples of r rows with c classes.
+            block_bytes: how many bytes of directions are made at once.
         """
         number = self.size(logits.shape[-1])
         return Cotangents(number, partial(self._blocks, logits.detach(), block_bytes))
@@ -223,7 +252,12 @@ class Directions:
         logits: Logits,
         block_bytes: int,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the pairs (v, s) of `Cotangents`; subclasses override this."""
+        """Yield the pairs (v, s) of `Cotangents`; subclasses override this.
+
+        Args:
+            logits: the logits [b, r, c], without graph.
+            block_bytes: how many bytes of directions are made at once; at least one direction is.
+        """
         samples, rows_per_sample, classes = logits.shape
         step = max(1, block_bytes // (DOUBLE * logits.numel()))
         for name in self.names:
@@ -234,7 +268,7 @@ class Directions:
 
 
 def _size(name: str, classes: int) -> int:
-    """How many directions a set has."""
+    """How many directions the set `name` has for a model with `classes` classes."""
     if name in PER_CLASS:
         return classes
     return contrast_count(classes) if name == "contrasts" else 1
@@ -248,14 +282,18 @@ def project_directions(
     logits: Float[Tensor, "b r c"],
     tangents: Float[Tensor, "b r c"],
 ) -> Float[Tensor, "b m"]:
-    """v·(J s) for every direction v of several sets, averaged over a sample's rows.
+    """Compute v·(J s) for every direction v of several sets, averaged over a sample's rows.
 
-    These are the projections of the samples' (smoothed) gradients Jᵀv on the tangent s.
+    s is a tangent on the parameters. As v·(J s) = ⟨Jᵀv, s⟩, these are the projections on s of the
+    samples' (smoothed) gradients Jᵀv.
 
     Args:
         names: the names of the sets, keys of `DIRECTIONS`.
         logits: the logits of all rows.
-        tangents: J s for all rows.
+        tangents: J s for all rows, the derivative of the logits along s.
+
+    Returns:
+        The projections on s for each sample and each of the m directions, set after set.
     """
     each = [project_one_set(name, logits, tangents).mean(1) for name in names]
     return torch.cat(each, dim=-1)
@@ -266,15 +304,15 @@ def project_one_set(
     logits: Float[Tensor, "b _ c"],
     tangents: Float[Tensor, "b _ c"],
 ) -> Float[Tensor, "b _ m"]:
-    """v·y for every direction v of one set, with y = J s.
+    """Compute v·y for every direction v of one set, with y = J s for a tangent s on the parameters.
 
     Args:
         name: the name of the set, a key of `DIRECTIONS`.
         logits: the logits of each row; or of one row, which is broadcast over several tangents.
-        tangents: y for each row, or for each tangent.
+        tangents: y for each row, or for each tangent s.
     """
     y = tangents.double()
-    if name == "logits":
+    if name == "logits":  # v = e_c
         return y
     if name != "classes":
         return (DIRECTIONS[name](logits) * y).sum(-1).movedim(0, -1)

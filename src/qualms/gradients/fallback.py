@@ -1,9 +1,9 @@
 """Expected failures are values (`Fallback`); `attempt` is the only place that catches exceptions.
 
 Code of the user's model runs while an engine plans and runs, and may raise anything. `attempt`
-catches that, logs it and returns a `Fallback` with the reason. An error that comes from this package's
-own code is a defect, not a reason to fall back: `attempt` raises it as an `InternalError` that names
-the rule and the parameters it was working on.
+catches that, logs it and returns a `Fallback` with the reason. An error that comes from this
+package's own code is a defect, not a reason to fall back: `attempt` raises it as an `InternalError`
+that names the rule and the parameters it was working on.
 """
 
 import inspect
@@ -157,8 +157,8 @@ def _first_cause(error: Exception) -> Exception:
 def _frame_at_fault(error: Exception) -> FrameType | None:
     """The innermost frame of a traceback that is not in a library.
 
-    If function modes failed while they ran a torch function for a rule, it is the rule's frame: while
-    a model runs, function modes run every torch function, also those that rules call.
+    If function modes failed while they ran a torch function for a rule, it is the rule's frame:
+    while a model runs, function modes run every torch function, also those that rules call.
     """
     frames: list[FrameType] = []
     traceback = error.__traceback__

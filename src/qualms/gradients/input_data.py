@@ -1,4 +1,7 @@
-"""Reads what a user passes as `x` or `train` as batches of tensors."""
+"""Reads what a user passes as `x` or `train` as batches of tensors.
+
+A `Batch` is a tensor, a tuple of tensors or a dict of tensors; the first axis counts the samples.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,12 +17,18 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from qualms.errors import QualmsError, reason
 from qualms.gradients.batch import Batch, batch_tensors, num_samples, with_tensors
 
+# Keys of a dict whose values are labels, not model inputs.
 LABEL_KEYS = ("label", "labels")
 DATASET_BATCH = 64  # samples of a dataset that are read at a time
 
 
 def numbered_batches(x: Any, model: nn.Module) -> Iterator[tuple[int, Batch]]:
-    """Yield the batches of `x`, each with the index of its first sample in the whole data."""
+    """Yield the batches of `x`, each with the index of its first sample in the whole data.
+
+    Args:
+        x: one batch, an iterable of batches, or a dataset; labels are dropped.
+        model: the model; NumPy floats are converted to the type of its weights.
+    """
     first = 0
     for batch in batches(x, model):
         yield first, batch
@@ -56,7 +65,7 @@ def labeled_batches(
         QualmsError: if `x` is none of these, is empty, or has values that are NaN or infinite.
     """
     reader = _BatchReader(argument, _float_dtype(model))
-    if hasattr(x, "keys"):
+    if hasattr(x, "keys"):  # a dict, or like one: a single batch
         yield reader.read(x)
         return
     if isinstance(x, (Tensor, tuple, np.ndarray)):
@@ -133,17 +142,21 @@ class _BatchReader:
     float_dtype: torch.dtype
 
     def read(self, batch: Any) -> tuple[Batch, Tensor | None]:
-        """Split what a loader yields into validated inputs and labels (None if there are none)."""
+        """Split what a loader yields into validated inputs and labels [b] (None if there are none).
+
+        Args:
+            batch: `inputs`, `(inputs, labels)`, or a dict that may have labels among its values.
+        """
         tensors = self.to_tensors(self._inputs(batch))
         inputs = validate_batch(tensors, self.argument)
         return inputs, self._labels(batch, num_samples(inputs))
 
     def collate(self, items: list[Any]) -> Any:
-        """Collate items of a dataset into one batch."""
+        """Collate items of a dataset into one batch, as torch does, NumPy arrays included."""
         return default_collate([self.to_tensors(item) for item in items])
 
     def to_tensors(self, batch: Any) -> Any:
-        """Convert the NumPy arrays in a nested structure to tensors."""
+        """Convert the NumPy arrays in nested tuples and dicts to tensors; keep anything else."""
         if isinstance(batch, np.ndarray):
             return self._to_tensor(batch)
         if isinstance(batch, dict):
@@ -153,6 +166,7 @@ class _BatchReader:
         return batch
 
     def _to_tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
+        """Copy an array of numbers to a tensor; floats get the type of the model's weights."""
         if array.dtype.kind not in "biuf" or isinstance(array, np.ma.MaskedArray):
             raise QualmsError(
                 f"an array of {self.argument} is a {type(array).__name__} of {array.dtype}; pass "
@@ -180,7 +194,13 @@ class _BatchReader:
         return tuple(inputs) if isinstance(inputs, list) else inputs
 
     def _labels(self, batch: Any, samples: int) -> Tensor | None:
-        """Find the labels [samples] in what a loader yields; None unless they are whole numbers."""
+        """Find the labels [samples] in what a loader yields; None unless they are whole numbers.
+
+        Args:
+            batch: what the loader yields.
+            samples: the number of inputs in the batch. Other numbers of labels are an error for
+                `train`; for other arguments, such labels are ignored.
+        """
         labels = _label_tensor(_raw_labels(batch))
         if labels is None:
             return None
@@ -195,7 +215,7 @@ class _BatchReader:
 
 
 def _raw_labels(batch: Any) -> Any:
-    """The labels that a loader yields, as they are; None if there are none."""
+    """Find the labels in what a loader yields, in whatever form they are; None if there are none."""
     if hasattr(batch, "keys"):
         return next((batch[key] for key in LABEL_KEYS if key in batch), None)
     if isinstance(batch, (tuple, list)) and len(batch) == 2:

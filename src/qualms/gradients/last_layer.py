@@ -1,17 +1,18 @@
 """The linear layer that ends a forward pass: gradients of C classes from D + 2 backward passes.
 
-This is faster where the last layer has fewer input features D than classes C. `LastProduct` finds the
-layer in a traced pass; `measure_via_last_layer` computes the norms.
+This is faster where the last layer has fewer input features D than classes C. `LastProduct` finds
+the layer in a traced pass; `measure_via_last_layer` computes the norms.
 
 With logits z = W h + b, D features h and C classes, every layer before the last one gets its C
-gradients from D + 1 backward passes. Let k* be the gradient of log p of the predicted class c*, and k_d that
-of the feature h_d (the mean over a sample's rows, as always). Then for every class
+gradients from D + 1 backward passes. Let k* be the gradient of log p of the predicted class c*, and
+k_d that of the feature h_d (the mean over a sample's rows, as always). Then for every class
 
     ∇ log p_c = k* + Σ_d (W_c - W_c*)_d k_d,    ‖∇ log p_c‖² = xᵀ K x,    x = (1, W_c - W_c*),
 
 with K the matrix of inner products of (k*, k_1, …, k_D). Starting from c* avoids cancellation for
-confident samples: k*, which is tiny then, has a separate backward pass, and no other class has a tiny
-gradient. Where terms cancel nevertheless, the gradient itself is summed before its norm is taken.
+confident samples: k*, which is tiny then, has a separate backward pass, and no other class has a
+tiny gradient. Where terms cancel nevertheless, the gradient itself is summed before its norm is
+taken.
 
 The last layer itself needs no pass: the rows of ∂W log p_c are means over a sample's rows r of
 -p_rk h_r for k ≠ c and of (1 - p_rc) h_r for k = c, so ‖∂W log p_c‖² = ‖mean (1 - p_rc) h_r‖² +
@@ -56,7 +57,8 @@ VIEWS = (
     "SqueezeBackward1",
     "SqueezeBackward2",
 )
-BLOCK_NUMBERS = 2**20  # numbers in one block of a sum
+# Numbers computed at a time, where all classes at once would take much memory.
+BLOCK_NUMBERS = 2**20
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ class LastProduct:
     """The linear layer z = W h + b that ends a forward pass.
 
     Attributes:
-        weight: W.
-        features: the edge of the graph at which h enters the layer; None if no parameter comes
-            before the layer, or the graph was freed.
+        weight: W, one row for each class.
+        features: the edge of the graph at which h enters the layer, where backward passes start;
+            None if no parameter comes before the layer, or the graph was freed.
         layer_factors: the gradient factors of W and b.
         body: the gradient factors of all other parameters.
     """
@@ -80,6 +82,9 @@ class LastProduct:
     def of(cls, pullback: Pullback) -> "LastProduct | None":
         """Find the last layer in the graph of a traced forward pass.
 
+        Args:
+            pullback: the logits with their graph, and the gradient factors of all parameters.
+
         Returns:
             The layer; None if the graph does not end in a linear layer, or if W or b is used
             elsewhere too or is computed from other parameters.
@@ -88,8 +93,9 @@ class LastProduct:
         node, ends = _skip_views(logits.grad_fn)
         if node is None or node.name() not in PRODUCTS:
             return None
-        if getattr(node, "_saved_alpha", 1) != 1:
+        if getattr(node, "_saved_alpha", 1) != 1:  # `addmm` that scales the product
             return None
+        # The inputs of the product: b (only for `addmm`), h and W.
         *bias, (source, number), weight = node.next_functions
         layer_factors: list[GradFactor] = []
         body: list[GradFactor] = []
@@ -100,6 +106,7 @@ class LastProduct:
         behind_weights = nodes_behind([n for n, _ in (*bias, weight)])
         if any(edge.node in behind_weights for factor in body for edge in factor.edges):
             return None
+        # W and b are used nowhere else, and not computed from other parameters.
         if not {id(f) for f in layer_factors} <= {id(f) for f in pullback.single.values()}:
             return None
         matrix = _weight_matrix(node, logits.shape[1], layer_factors, is_first=not body)
@@ -111,7 +118,10 @@ class LastProduct:
         return cls(matrix, features, layer_factors, body)
 
     def without_graph(self) -> "LastProduct":
-        """A copy without references to the graph, which can then be freed."""
+        """A copy without references to the graph, which can then be freed.
+
+        W stays, and of the gradient factors their sizes.
+        """
         layer_factors = [factor.without_graph() for factor in self.layer_factors]
         body = [factor.without_graph() for factor in self.body]
         return LastProduct(self.weight, None, layer_factors, body)
@@ -119,6 +129,7 @@ class LastProduct:
     def pays(self, rows_per_sample: int) -> bool:
         """Whether D + 2 passes, with K and xᵀ K x, take fewer multiplications than C passes.
 
+        D is the number of features, C of classes; K and x are explained at the top of the module.
         A pass from the logits takes at least twice the multiplications of the gradients (once for
         the cotangents, once for the gradients) and C·D for the last layer; a pass from the features
         saves the latter. With m = D + 1, K takes m² for each number kept of a gradient, and xᵀ K x
@@ -133,7 +144,13 @@ class LastProduct:
         return (m + 1) * before + m * m * kept < classes * (before + classes * width)
 
     def numbers_held(self, rows_per_sample: int) -> int:
-        """How many numbers are kept in memory for one sample, where the factors come from one row."""
+        """How many numbers `measure_via_last_layer` keeps in memory for one sample.
+
+        Only for factors that were traced on one row.
+
+        Args:
+            rows_per_sample: the number of rows of a sample.
+        """
         classes, width = self.weight.shape
         last_layer = 16 * rows_per_sample * classes  # in double precision
         if not self.body:
@@ -144,7 +161,11 @@ class LastProduct:
 
 
 def _skip_views(node: Any) -> tuple[Any, set[Any]]:
-    """Find the first node of the graph that is not a view; returns it and all nodes up to it."""
+    """Walk back from a node of the graph over views, which leave the logits as they are.
+
+    Returns:
+        The first node that is not a view, or None, and the set of all nodes passed, it included.
+    """
     ends = {node}
     while node is not None and node.name() in VIEWS:
         node = node.next_functions[0][0]
@@ -158,7 +179,7 @@ def _weight_matrix(
     layer_factors: list[GradFactor],
     is_first: bool,
 ) -> Float[Tensor, "c d"] | None:
-    """Find W; None if the weights cannot be reshaped to [classes, d].
+    """Find the matrix W of the last layer; None if its weights cannot be reshaped to [classes, d].
 
     Args:
         node: the node of the product in the graph.
@@ -178,6 +199,9 @@ def _weight_matrix(
 
 def _count_kept(factor: GradFactor, rows_per_sample: int, cotangents: int) -> int:
     """How many numbers are kept of one sample's gradient: its factor δ, or the whole gradient.
+
+    A weight's gradient is Σ_t δ_t a_tᵀ over positions t; the activations a are the same for all
+    cotangents, so δ is enough where inner products are cheaper from the Gram matrices.
 
     Args:
         factor: a gradient factor, traced on one row.
@@ -205,6 +229,7 @@ def count_multiplications(
     """
     if not isinstance(factor.gradient, Outer):
         return max(factor.gradient.numel, rows_per_sample * factor.gradient.multiplications)
+    # Positions, features of δ, features of a, groups.
     t, o, f, g = factor.gradient.sizes
     t *= rows_per_sample
     return g * t * o * (t if gram_is_cheaper(t, o, f, cotangents) else f)
@@ -262,7 +287,10 @@ def _layer_squares(
     z: Float[Tensor, "b r c"],
     factor: GradFactor,
 ) -> Float[Tensor, "b c"]:
-    """‖∂W log p_c‖² or ‖∂b log p_c‖² for every class, from sums of squares, in which nothing cancels.
+    """Compute ‖∂W log p_c‖² or ‖∂b log p_c‖² for every class, without cancellation.
+
+    A gradient has a row mean (1 - p_rc) h_r for class c and rows mean -p_rk h_r for the others k,
+    means over the sample's rows r; their squared norms are added up.
 
     Args:
         z: the logits of all rows.
@@ -275,6 +303,7 @@ def _layer_squares(
     size = max(1, BLOCK_NUMBERS // (len(h) * h.shape[2]))
 
     def squares(weight: Float[Tensor, "b r c"]) -> Float[Tensor, "b c"]:
+        """‖mean over r of weight_rk h_r‖² for each class k, a block of classes at a time."""
         parts: list[Tensor] = []
         for part in weight.split(size, dim=2):
             mean = part.mT @ h / p.shape[1]
@@ -290,16 +319,19 @@ def _body_squares(
     predicted: Int[Tensor, " b"],
     last: LastProduct,
 ) -> dict[str, Float[Tensor, "b c"]]:
-    """‖∇ log p_c‖² = xᵀ K x for every class and every parameter before the last layer.
+    """Compute ‖∇ log p_c‖² = xᵀ K x for every class and every parameter before the last layer.
+
+    K are the inner products of the gradients k*, k_1, …, k_D, of the predicted class c* and of each
+    feature; x = (1, W_c - W_c*).
 
     Args:
-        pullback: the pullback to the gradient factors of these parameters.
+        pullback: the pullback to the gradient factors of these parameters alone.
         toward_predicted: e_c* - p, divided by the number of rows of a sample.
         predicted: c*, the predicted class of each sample.
         last: the last layer of the pass.
 
     Returns:
-        Squared norms [b, c] by the parameter's name.
+        Squared norms [b, c] by the parameter's name; those of the predicted class are rough.
     """
     classes, width = last.weight.shape
     logits, samples = pullback.logits, pullback.samples
@@ -308,7 +340,8 @@ def _body_squares(
     for name, factor in pullback.single.items():
         kept[name] = FeatureGradients(factor, width + 1, samples)
     (predicted_cotangent,), (size,) = scale_to_unit(toward_predicted, samples)
-    assert last.features is not None  # the body's parameters come before the features
+    # The body's parameters come before the features.
+    assert last.features is not None
     # Where each backward pass starts, and its cotangent: k* from the logits, k_d from h_d.
     pulls: list[tuple[Tensor | GradientEdge, Tensor]] = [
         (logits, predicted_cotangent.to(logits.dtype))
@@ -316,6 +349,7 @@ def _body_squares(
     for unit in torch.eye(width, dtype=logits.dtype, device=logits.device) * (samples / rows):
         pulls.append((last.features, unit.expand(rows, -1)))
     for start, cotangent in pulls:
+        # Cotangents at the operations that use parameters.
         at = pullback.pull(cotangent, start)
         for name, factor in pullback.single.items():
             deltas = pullback.cotangents_of(factor, at)
@@ -331,7 +365,8 @@ def _body_squares(
     ones = size.to(differences)[:, None, None].expand(-1, classes, 1)
     x = torch.cat([ones, differences], dim=2)
     values: dict[str, Tensor] = {}
-    while kept:  # a parameter's gradients are freed when their norms are known
+    # A parameter's gradients are freed when their norms are known.
+    while kept:
         name, gradients = kept.popitem()
         if gradients.kept:
             values[name] = gradients.squares(x, predicted)
@@ -341,6 +376,9 @@ def _body_squares(
 @dataclass
 class FeatureGradients:
     """A parameter's gradients k*, k_1, …, k_D: of each the factor δ, or the whole gradient.
+
+    k* is the gradient of log p of the predicted class, k_d that of feature d before the last layer.
+    The gradient of a weight is Σ_t δ_t a_tᵀ; the activations a are the same for all of them.
 
     Attributes:
         factor: the parameter's gradient factor; None if its gradient is a sum of several factors.
@@ -356,14 +394,18 @@ class FeatureGradients:
 
     @property
     def outer(self) -> Outer | None:
-        """The outer product of which only the factor δ is kept; None if whole gradients are kept."""
+        """The outer product Σ_t δ_t a_tᵀ if only δ is kept; None if whole gradients are kept."""
         if self.factor is None or not isinstance(self.factor.gradient, Outer):
             return None
         outer = self.factor.gradient
         return outer if outer.prefers_gram(self.cotangents) else None
 
     def add(self, deltas: list[Tensor | None]) -> None:
-        """Keep the next gradient, given the cotangents of the factor."""
+        """Keep the next gradient.
+
+        Args:
+            deltas: the cotangents at the edges of the parameter's factor.
+        """
         assert self.factor is not None
         if self.outer is not None:
             self.kept.append(self.outer.delta(deltas))
@@ -375,7 +417,15 @@ class FeatureGradients:
         x: Float[Tensor, "b c m"],
         predicted: Int[Tensor, " b"],
     ) -> Float[Tensor, "b c"]:
-        """Compute xᵀ K x for each class; the predicted class's value is rough, and the caller replaces it."""
+        """Compute xᵀ K x for each class, with K the inner products of the kept gradients.
+
+        Where digits were lost, the gradient Σ_m x_m k_m itself is summed instead; not for the
+        predicted class, whose value is rough and is replaced by the caller. Frees the gradients.
+
+        Args:
+            x: the coefficients (1, W_c - W_c*) of the gradients, for each class.
+            predicted: the predicted class c* of each sample.
+        """
         factors = torch.stack(self.kept, dim=1)  # [b·g, m, t, o]
         self.kept.clear()
         if self.outer is not None:
@@ -386,16 +436,18 @@ class FeatureGradients:
             scale = products.diagonal(dim1=1, dim2=2)
         squares = torch.linalg.vecdot(x @ products.to(x), x)
         without_cancellation = (x.square() @ scale.to(x).unsqueeze(2)).squeeze(2)
-        again = squares < CANCELLED * without_cancellation  # digits lost: sum the gradient itself
+        # Digits lost: sum the gradient itself.
+        again = squares < CANCELLED * without_cancellation
         odd = outside_float32_range(scale.amax(1))[:, None] | outside_float32_range(squares)
         if bool(odd.any()):
             nonzero = self._any_group(factors.flatten(1).any(1))
             squares = torch.where(nonzero, squares, 0.0)
             odd &= nonzero
-            if self.outer is not None:  # where δ and activations do not overlap, 0 is exact
+            # Where δ and activations do not overlap, 0 is exact.
+            if self.outer is not None:
                 overlaps = self._any_group(self.outer.overlaps(factors).any(1))
                 odd &= (squares != 0) | overlaps
-        again |= odd
+        again |= odd  # float32 under- or overflows there
         again.scatter_(1, predicted[:, None], False)
         squares = squares.double()
         for b in again.any(1).nonzero().flatten().tolist():
@@ -404,7 +456,12 @@ class FeatureGradients:
         return squares
 
     def _any_group(self, of_group: Bool[Tensor, " bg"]) -> Bool[Tensor, "b 1"]:
-        """Whether a condition on groups holds for any group of each sample."""
+        """Whether a condition holds for any group of each sample.
+
+        Args:
+            of_group: the condition for all g groups of all b samples, such as those of a grouped
+                convolution.
+        """
         return of_group.unflatten(0, (self.samples, -1)).any(1)[:, None]
 
     def _squares_of_sums(
@@ -413,7 +470,7 @@ class FeatureGradients:
         x: Float[Tensor, "n m"],
         b: int,
     ) -> Float[Tensor, " n"]:
-        """‖Σ_m x_m k_m‖² of one sample, from the sum itself, in which no digits are lost.
+        """Compute ‖Σ_m x_m k_m‖² of one sample from the sum itself, in which no digits are lost.
 
         Args:
             factors: what is kept of all gradients k_m of all samples.

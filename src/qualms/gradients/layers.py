@@ -13,13 +13,17 @@ from qualms.gradients.precision import root_of_squares
 
 Granularity = Literal["module", "tensor", "block"]
 Norm = Literal["l2", "l1"]
+# The user's choice of parameters: a pattern of names, a function that picks names, or None for all.
 Params: TypeAlias = str | Callable[[str], bool] | None
 
-WHOLE_MODEL = "(model)"  # the layer of parameters that no submodule owns
+# The layer of parameters that no submodule owns.
+WHOLE_MODEL = "(model)"
 
 
 def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
-    """Select the parameters whose gradients are wanted, by name.
+    """Select the parameters whose gradients are wanted, by name, in the model's order.
+
+    Frozen parameters are selected too; integer ones never are.
 
     Args:
         model: the model.
@@ -101,6 +105,9 @@ def group_by_layer(
         model: the model.
         names: the names of parameters, in order of use.
         granularity: what a layer is, as in `layer_of`.
+
+    Returns:
+        For each layer's name the names of its parameters.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -116,10 +123,10 @@ def total_norms(
     """Combine the norms of layers into norms of whole gradients.
 
     Args:
-        norms: ‖g_l‖ of each layer l.
-        lam: None for ‖g‖; else λ in Σ_l a_l ‖g_l‖ with `layer_weights` (λ = 0 gives Σ_l ‖g_l‖,
-            which is not the L2 norm).
-        norm: which norm `norms` are, `l1` or `l2`.
+        norms: ‖g_l‖ of each layer l, for b samples and m gradients of each.
+        lam: None for ‖g‖ of the whole gradient; else λ in Σ_l a_l ‖g_l‖ with `layer_weights` (λ = 0
+            gives Σ_l ‖g_l‖, which is not the L2 norm).
+        norm: which norm `norms` are, `l1` or `l2`; used only without `lam`.
     """
     if lam is not None:
         return norms @ layer_weights(norms.shape[-1], lam).to(norms)
@@ -129,7 +136,7 @@ def total_norms(
 
 
 def layer_weights(layers: int, lam: float) -> Float[Tensor, " l"]:
-    """a_l = exp(λ(l - L)) for l = 1..L.
+    """Compute the weights a_l = exp(λ(l - L)) of the layers l = 1..L in a score; the last is 1.
 
     This is the paper's exp(λl) times a constant, so samples rank the same, but it cannot overflow.
     """

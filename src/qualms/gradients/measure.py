@@ -1,4 +1,9 @@
-"""Norms and inner products of each sample's gradients, from cotangents and gradient factors."""
+"""Norms and inner products of each sample's gradients, from cotangents and gradient factors.
+
+A direction v in logit space has the gradient Jᵀv, with J the Jacobian of the logits. It is found in
+two steps: `Pullback` pulls v back to every operation that uses a parameter, and the gradient factor
+of the operation turns the cotangent there into the parameter's gradient, or its norm.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +22,8 @@ from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.outer_product import Outer
 from qualms.gradients.tracing.param_use import Weights, roots
 
-EdgeCotangents = Sequence[Tensor | None]  # one direction's cotangents at all edges of a `Pullback`
+# One direction's cotangents at all edges of a `Pullback`, None where the logits do not depend on it.
+EdgeCotangents = Sequence[Tensor | None]
 
 
 @torch.no_grad()
@@ -30,7 +36,7 @@ def measure(
 
     Args:
         pullback: the pullback of a traced forward pass.
-        cotangents: the directions. A plain tensor is used without scaling.
+        cotangents: the directions v. Entries of a plain tensor are not scaled to a size near 1.
         kind: ‖g‖ (`l2`), Σ|g| (`l1`) or the inner products ⟨g_m, g_n⟩ (`gram`).
 
     Returns:
@@ -51,7 +57,16 @@ def full_gradients(
     pullback: "Pullback",
     cotangent: Float[Tensor, "rows c"],
 ) -> dict[str, Float[Tensor, "1 ..."]]:
-    """Write out the gradient of every parameter along one direction, summed over one sample's rows."""
+    """Write out the gradient of every parameter along one direction, summed over one sample's rows.
+
+    Args:
+        pullback: the pullback of a traced forward pass over one sample.
+        cotangent: the direction v.
+
+    Returns:
+        Gradients [1, *parameter.shape] by name, without parameters that the logits do not depend
+        on.
+    """
     at = pullback.pull(cotangent)
     gradients: dict[str, Tensor] = {}
     for name, factor in pullback.single.items():
@@ -63,7 +78,7 @@ def full_gradients(
 
 
 def _unscaled(cotangents: Float[Tensor, "m rows c"], samples: int) -> Cotangents:
-    """Wrap cotangents as a single block with scales 1."""
+    """Wrap cotangents as a single block with scales 1; their rows belong to `samples` samples."""
     ones = torch.ones(len(cotangents), samples, dtype=torch.double, device=cotangents.device)
     return Cotangents(len(cotangents), lambda: [(cotangents, ones)])
 
@@ -72,7 +87,8 @@ def _unscaled(cotangents: Float[Tensor, "m rows c"], samples: int) -> Cotangents
 class Pullback:
     """Pulls directions in logit space back to the operations that use parameters.
 
-    A gradient factor turns the cotangents at its operation's edges into the gradient of a parameter.
+    A gradient factor turns the cotangents at its operation's edges into the gradient of a
+    parameter.
 
     Args:
         logits: the logits of a traced forward pass, with their graph.
@@ -84,8 +100,9 @@ class Pullback:
         index: the position of each edge in the cotangents that `pull` returns. An edge is listed
             once: the weight and the bias of an operation share its cotangent.
         single: the factor of each parameter whose gradient is a single factor.
-        shared: the factors of each other parameter: its gradient is a sum of factors, or the
-            parameter passes through other operations first (weight normalization).
+        shared: the factors of each other parameter: its gradient is a sum of several factors
+            (tied weights), or the parameter passes through other operations first (weight
+            normalization).
     """
 
     logits: Float[Tensor, "rows c"]
@@ -114,11 +131,17 @@ class Pullback:
         cotangent: Float[Tensor, "rows _"],
         start: Tensor | GradientEdge | None = None,
     ) -> EdgeCotangents:
-        """Pull a cotangent back to all edges, from the logits or from `start` in the graph.
+        """Pull a cotangent back to all edges, by one backward pass; the graph is kept.
+
+        Args:
+            cotangent: the cotangent at the start of the pass.
+            start: a tensor or edge in the graph where the pass starts; the logits by default.
 
         Returns:
-            A cotangent for each edge in the order of `index`; None if `start` does not depend on it.
+            A cotangent for each edge in the order of `index`; None if `start` does not depend on
+            it.
         """
+        # Raise a Ctrl-C that came since the last pass.
         interrupts.deliver()
         if start is None:
             start = self.logits
@@ -131,15 +154,28 @@ class Pullback:
         factor: GradFactor,
         at: EdgeCotangents,
     ) -> list[Tensor | None] | None:
-        """Select the cotangents at a factor's edges; None if the logits depend on none of the edges."""
+        """Select the cotangents at a factor's edges; None if the logits depend on none of the edges.
+
+        Args:
+            factor: one of `factors`.
+            at: the cotangents at all edges, from `pull`.
+        """
         deltas = [at[self.index[edge]] for edge in factor.edges]
         return None if all(d is None for d in deltas) else deltas
 
     def sum_shared(self, at: EdgeCotangents) -> dict[str, Float[Tensor, "b ..."]]:
-        """Write out the gradients of the `shared` parameters, [b, …] for each name."""
+        """Write out the gradients [b, …] of the `shared` parameters, the sum of their factors.
+
+        Args:
+            at: the cotangents at all edges, from `pull`.
+
+        Returns:
+            Gradients by name, without parameters that the logits do not depend on.
+        """
         total: dict[str, Tensor] = {}
 
         def add(name: str, gradient: Tensor, of: int | slice = slice(None)) -> None:
+            """Add a gradient of the samples `of` to the total of a parameter."""
             if name not in total:
                 leaf = self.weights.leaves[name]
                 total[name] = at_least_float32(leaf).new_zeros(self.samples, *leaf.shape)
@@ -157,6 +193,8 @@ class Pullback:
             if id(target) in self.weights.names:
                 add(self.weights.names[id(target)], gradient)
                 continue
+            # `target` was computed from parameters, so its gradient is pulled back to these, one
+            # sample at a time.
             leaves = [self.weights.leaves[name] for name in names]
             for b, g in enumerate(gradient.to(target.dtype)):
                 of_leaves = torch.autograd.grad(
@@ -176,7 +214,7 @@ def _measure_norms(
     cotangents: Cotangents,
     kind: Kind,
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """Norms along all directions, one direction after the other."""
+    """Compute the norms along all directions, one direction after the other (see `measure`)."""
     names: list[str] = []
     # [m, parameter, b], filled in place: small results between large ones fragment the memory.
     table: Tensor | None = None
@@ -211,7 +249,7 @@ def _measure_one(
     kind: Kind,
     directions: int,
 ) -> dict[str, Float[Tensor, " b"]]:
-    """Σ|g| (`l1`) or Σg² (`l2`) along one direction, for each parameter.
+    """Compute Σ|g| (`l1`) or Σg² (`l2`) along one direction, for each parameter.
 
     Args:
         pullback: the pullback of a traced forward pass.
@@ -237,11 +275,11 @@ def _size_of_factor(
     kind: Kind,
     directions: int,
 ) -> Float[Tensor, " b"]:
-    """Σ|g| (`l1`) or Σg² (`l2`) of a gradient, without writing it out where that is cheaper.
+    """Compute Σ|g| (`l1`) or Σg² (`l2`) of a gradient, without writing it out where that is cheaper.
 
     Args:
         factor: the only factor of the parameter.
-        deltas: the cotangents of the factor.
+        deltas: the cotangents at the factor's edges, one for each.
         kind: `l1` or `l2`.
         directions: the number of directions that share the work on activations.
     """
@@ -254,7 +292,7 @@ def _size_of_factor(
 
 
 def size_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
-    """Σ|g| (`l1`) or Σg² (`l2`) of each sample's gradient, without a copy of the gradient."""
+    """Compute Σ|g| (`l1`) or Σg² (`l2`) of each sample's gradient, without copying the gradient."""
     flat = _flatten(gradient)
     if kind == "l1":
         return torch.linalg.vector_norm(flat, 1, dim=1)
@@ -262,7 +300,7 @@ def size_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]
 
 
 def norm_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
-    """Σ|g| (`l1`) or ‖g‖ (`l2`) of each sample's gradient."""
+    """Compute Σ|g| (`l1`) or ‖g‖ (`l2`) of each sample's gradient."""
     size = size_of(gradient, kind)
     return size if kind == "l1" else size.sqrt()
 
@@ -274,13 +312,17 @@ def _measure_inner_products(
     pullback: Pullback,
     cotangents: Cotangents,
 ) -> dict[str, Float[Tensor, "b m m"]]:
-    """⟨g_m, g_n⟩ of all pairs of directions, for each parameter."""
+    """Compute ⟨g_m, g_n⟩ for all pairs of directions and each parameter (see `measure`).
+
+    The cotangents of all directions are held in memory together.
+    """
     all_at: list[EdgeCotangents] = []
     sizes: list[Tensor] = []
     for block, size in cotangents.blocks():
         sizes.append(size)
         for cotangent in block.to(pullback.logits.dtype):
             all_at.append(pullback.pull(cotangent))
+    # [b, m], the sizes by which the cotangents were divided.
     scale = torch.cat(sizes).T
     scales = scale[:, :, None] * scale[:, None, :]
     values: dict[str, Tensor] = {}
@@ -300,7 +342,7 @@ def _inner_products_of_factor(
     factor: GradFactor,
     all_at: list[EdgeCotangents],
 ) -> Float[Tensor, "b m m"] | None:
-    """⟨g_m, g_n⟩ of one factor's gradients; None if the logits do not depend on the parameter.
+    """Compute ⟨g_m, g_n⟩ for a parameter with one factor; None if the logits do not depend on it.
 
     Args:
         pullback: the pullback of a traced forward pass.
@@ -320,9 +362,10 @@ def _inner_products_of_factor(
 
 
 def _inner_products(gradients: list[Tensor]) -> Float[Tensor, "b m m"]:
-    """⟨g_m, g_n⟩ of each sample's gradients, given one tensor [b, …] for each direction."""
+    """Compute ⟨g_m, g_n⟩ of each sample, given the gradients [b, …] along each direction."""
     return inner_products(torch.stack([_flatten(gradient) for gradient in gradients], dim=1))
 
 
 def _flatten(gradient: Float[Tensor, "b ..."]) -> Float[Tensor, "b p"]:
+    """Flatten each sample's gradient to a row of its p entries."""
     return gradient.reshape(gradient.shape[0], -1)

@@ -25,22 +25,27 @@ log = logging.getLogger("qualms")
 # The share of free memory that one chunk may take: larger chunks are not faster on a CPU, and leave
 # no room for the user.
 FREE_SHARE = 1 / 16
+# The smallest default budget, in bytes, however little memory is free.
 MIN_BUDGET = 2**28
-RESULT_COPIES = 6  # copies of the largest result that kernels hold beside it
-LOGIT_COPIES = 16  # copies of the logits, in float64, that a score computes with
+# Copies of the largest result that kernels hold beside it.
+RESULT_COPIES = 6
+# Copies of the logits, in float64, that a score computes with.
+LOGIT_COPIES = 16
 DOUBLE = 8  # bytes of a float64
-SMALL_INPUT_BYTES = 2**17  # a pass over inputs with fewer bytes is not measured
-LARGE_ROW_BYTES = 2**26  # before a pass with more bytes, free memory is released
+# A pass over inputs with fewer bytes is not measured.
+SMALL_INPUT_BYTES = 2**17
+# Before a pass with more bytes, free memory is released.
+LARGE_ROW_BYTES = 2**26
 FEWER_PARAMETERS = "select fewer parameters with `params`, or use smaller inputs"
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes that the work on one chunk may take by default: a share of the free memory."""
+    """Bytes that the work on one chunk of samples may take by default: a share of the free memory."""
     return max(MIN_BUDGET, int(free_bytes(device) * FREE_SHARE))
 
 
 def budget_of_rows(given: int | None, device: torch.device) -> int:
-    """Bytes that rows which run at once may take.
+    """Return the bytes that the rows of one pass may take together.
 
     On a CPU the default is a constant and not a share of free memory, which varies from run to run:
     the last digits of scores depend on how many rows run at once. More rows are not faster there.
@@ -81,7 +86,11 @@ def in_mebibytes(number: int) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that are free on the device."""
+    """Estimate the bytes that are free on the device.
+
+    Exact for CUDA; for other devices, the available main memory. Where the system does not tell,
+    half of the main memory, or else so little that the default budget becomes `MIN_BUDGET`.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     info = Path("/proc/meminfo")
@@ -108,6 +117,7 @@ def release_free_memory() -> None:
 
 @cache
 def _malloc_trim() -> Callable[[int], int] | None:
+    """Find the C function `malloc_trim`, which returns free memory; None if there is none."""
     if sys.platform != "linux":
         return None
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -116,18 +126,21 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 @contextmanager
 def saved_bytes(constants: set[int]) -> Iterator[list[int]]:
-    """Count the bytes that autograd saves inside the block.
+    """Count the bytes of tensors that autograd saves for backward passes inside the `with` block.
+
+    A storage that is saved several times counts once.
 
     Args:
         constants: the addresses of storages that are not counted, such as parameters.
 
     Yields:
-        A list with one entry, the number of bytes so far.
+        A list with one entry, the number of bytes so far; it is final when the block ends.
     """
     seen = set(constants)
     total = [0]
 
     def pack(t: Tensor) -> Tensor:
+        """Count a tensor that autograd saves; autograd keeps what is returned instead of it."""
         with (
             torch._C.DisableTorchFunction()
         ):  # so that function modes do not take this for a call by the model
@@ -149,14 +162,14 @@ class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of the results that exist at the same time, without what existed before.
 
     A dispatch mode sees every result of a pass, in scripts and backward passes as well, and when it
-    is freed. It does not see what kernels hold beside their results (copies in another memory format,
-    gaps of the allocator): on a CPU the process took up to six times the largest result more than
-    all results together.
+    is freed. It does not see what kernels hold beside their results (copies in another memory
+    format, gaps of the allocator): on a CPU the process took up to six times the largest result
+    more than all results together (`RESULT_COPIES`).
 
     Attributes:
         now: the bytes of the results that exist now.
         most: the largest value that `now` has had.
-        largest: the bytes of the largest result.
+        largest: the bytes of the largest single result.
     """
 
     def __init__(self) -> None:
@@ -164,7 +177,8 @@ class _LiveBytes(TorchDispatchMode):
         self.now = 0
         self.most = 0
         self.largest = 0
-        self._known: dict[int, Any] = {}  # weak references to storages, by their address
+        # Weak references to storages, by their address.
+        self._known: dict[int, Any] = {}
 
     def __torch_dispatch__(
         self,
@@ -173,7 +187,7 @@ class _LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and count the bytes of its new results.
+        """Run an operation and count the bytes of its new results, not of views or in-place results.
 
         Args:
             func: the operation.
@@ -183,7 +197,8 @@ class _LiveBytes(TorchDispatchMode):
         """
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        inputs: set[int] = set()  # storages of arguments, which views and in-place results share
+        # Storages of arguments, which views and in-place results share.
+        inputs: set[int] = set()
         for t in tensors_in((args, kwargs)):
             if t.layout == torch.strided:
                 inputs.add(t.untyped_storage()._cdata)
@@ -193,11 +208,13 @@ class _LiveBytes(TorchDispatchMode):
         return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:
+        """Count a new result's storage until it is freed; one that is known already is skipped."""
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:
             return
 
         def on_free(_: Any) -> None:
+            """Subtract the bytes again; called when the storage is freed."""
             self.now -= size
             self._known.pop(key, None)
 
@@ -209,14 +226,14 @@ class _LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class PassMemory:
-    """A pass over rows that run at once, and the memory it takes.
+    """A kind of pass over a batch of rows, such as a forward pass, and the memory it takes.
 
     Args:
         what: the kind of pass, for messages and as a key of the cache.
-        run: runs the pass on some rows, and returns the logits.
+        run: runs the pass on some rows, and returns the logits [rows, c].
         most: the largest number of rows at once, however much memory there is.
         extra_bytes: the bytes of what is held in memory beside the pass.
-        factor: the memory of the pass, as a multiple of the memory of `run`.
+        factor: the memory of the pass, as a multiple of the memory that `run` takes.
     """
 
     what: str
@@ -232,10 +249,11 @@ class PassMemory:
         settings: Settings,
         cache: PlanCache,
     ) -> int:
-        """How many rows fit the budget, by the memory that the first row takes.
+        """How many rows to run at once: as many as fit the budget, by the memory of the first row.
 
-        Nothing is measured without a `budget` if there is a single row, or if inputs are so small
-        that results thousands of times their size would fit.
+        The user's batch size, if any, is the upper limit instead of `most`. Nothing is measured
+        without a `budget` if there is a single row, or if inputs are so small that results
+        thousands of times their size would fit.
 
         Args:
             batch: rows of the same shape.
@@ -263,11 +281,19 @@ class PassMemory:
         room = budget_of_rows(settings.budget, first.device) - self.extra_bytes
         size = max(1, min(most, room // row))
         if first.device.type == "cpu" and size * row > LARGE_ROW_BYTES:
-            release_free_memory()  # memory used by other kinds of work and by the measurement
+            # Memory used by other kinds of work and by the measurement.
+            release_free_memory()
         return size
 
     def bytes_of_row(self, batch: Batch, cache: PlanCache) -> int | None:
-        """Bytes that one row takes, measured once; None if the model fails on a single row."""
+        """Bytes that one row takes, `factor` included; None if the model fails on a single row.
+
+        Measured once for inputs of these shapes, then read from the cache.
+
+        Args:
+            batch: rows, of which the first is run.
+            cache: the plans of the model, which keep the measurement.
+        """
         key = ("memory of a row", self.what, shapes_of(batch))
         row = cache.once(key, lambda: self._measure(take_samples(batch, slice(0, 1))))
         return None if row is None else max(1, self.factor * row)

@@ -38,7 +38,8 @@ class ModelInput:
         batch: all rows; the rows of one sample are consecutive.
         rows_per_sample: the number of rows of a sample: 1 plus the number of perturbed copies.
         embedding_noise: for discrete inputs (token ids), whose embeddings are perturbed instead:
-            maps the shape of an embedded row to noise [rows, *shape].
+            maps the shape of an embedded row to noise [rows, *shape]. None for other inputs, whose
+            rows already contain the noise.
     """
 
     batch: Batch
@@ -46,20 +47,24 @@ class ModelInput:
     embedding_noise: Callable[[tuple[int, ...]], Tensor] | None = None
 
     def take(self, index: slice | list[int]) -> "ModelInput":
-        """Select some of the rows; each counts as a separate sample from then on."""
+        """Select some of the rows, with their noise; each counts as a separate sample from then on."""
         part = take_samples(self.batch, index)
         noise = self.embedding_noise
         if noise is None:
             return ModelInput(part)
 
         def noise_of_part(shape: tuple[int, ...]) -> Tensor:
+            """The noise of the selected rows, which does not depend on how rows are divided."""
             return noise(shape)[index]
 
         return ModelInput(part, 1, noise_of_part)
 
 
 def rows_to_run_alone(rows: int) -> list[int]:
-    """Indices of the rows (at most two) that are also run alone, as a check of a batch of `rows`."""
+    """Choose the rows (at most two) that are also run alone, as a check of a batch of `rows` rows.
+
+    Returns the indices of the middle and the last row; none for a single row.
+    """
     return sorted({rows // 2, rows - 1}) if rows > 1 else []
 
 
@@ -86,6 +91,7 @@ def make_model_input(
     rows = smoothing.draws + 1
 
     def noise(shape: tuple[int, ...]) -> Tensor:
+        """Draw the noise of all rows, [b·rows, *shape]; zero for the samples themselves."""
         return torch.cat([smoothing.noise(shape, number, seed) for number in numbers])
 
     repeated = [t.repeat_interleave(rows, dim=0) for t in batch_tensors(batch)]
@@ -105,7 +111,8 @@ def perturbed_in_parts(
 ) -> Iterator[ModelInput]:
     """Yield the rows of `make_model_input`; those of a single sample in parts of at most `size`.
 
-    Floats are perturbed part by part; token ids are only repeated, so they are sliced.
+    Used where not all rows fit into memory. Rows of a part count as separate samples. Floats are
+    perturbed part by part; token ids are only repeated, so they are sliced.
 
     Args:
         batch: the samples.
@@ -113,7 +120,7 @@ def perturbed_in_parts(
         numbers: the number of each sample in the whole data: with `seed`, the random seed of its
             noise.
         seed: the random seed that all samples share.
-        size: the largest number of rows of a part.
+        size: the largest number of rows in a part.
     """
     rows = smoothing.draws + 1
     if num_samples(batch) > 1 or rows <= size:
@@ -133,7 +140,8 @@ def perturbed_in_parts(
 def wants_channels_last(model_input: ModelInput) -> bool:
     """Whether the input is a batch of images, on which convolutions are faster in channels-last.
 
-    With a single channel both memory formats look alike, and torch would convert back and forth.
+    Not for a single channel: both memory formats then look alike, and torch would convert back and
+    forth.
     """
     x = batch_tensors(model_input.batch)[0]
     return x.ndim == 4 and x.shape[1] > 1 and x.is_floating_point()
@@ -159,7 +167,8 @@ def forward_logits(
     Args:
         model: the model, inside `preserve_state`.
         model_input: the rows to run.
-        modes: further function modes for the pass; the last mode sees each call first.
+        modes: further function modes (torch's hooks on every function call) for the pass; the last
+            mode sees each call first.
 
     Raises:
         QualmsError: if the model fails, or returns anything but finite logits [rows, classes].
@@ -170,6 +179,7 @@ def forward_logits(
         if model_input.embedding_noise is not None:
             noisy = stack.enter_context(NoisyEmbedding(model_input.embedding_noise))
         stack.enter_context(ContiguousGroupNorm())
+        # torch's derivatives may be wrong for one image.
         if rows == 1 and torch.is_grad_enabled():
             stack.enter_context(ContiguousBatchNormGrad())
         for mode in modes:
@@ -203,6 +213,7 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
         )
 
     def explain(error: Exception) -> QualmsError:
+        """Name the shapes and types that the model did not accept."""
         kinds = [f"{tuple(t.shape)} {t.dtype}" for t in batch_tensors(batch)]
         shapes = ", ".join(kinds).replace("torch.", "")
         return QualmsError(f"the model does not accept x of {shapes}: {reason(error)}.")
@@ -236,6 +247,10 @@ def logits_in(output: Any) -> Tensor:
 
 def validate_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:
     """Find the logits in a model's output and check that they are finite and [rows, classes].
+
+    Args:
+        output: what the model returned.
+        rows: the number of rows that it was called with.
 
     Raises:
         QualmsError: if their shape differs, or some are NaN or infinite.

@@ -29,21 +29,24 @@ from qualms.gradients.tracing.param_use import TracePair, UseOrder, Weights, lar
 from qualms.gradients.tracing.recorder import Recorder, collapses_rows
 from qualms.gradients.tracing.traced_forward import require_uses_that_vary, trace_forward
 
-CACHED_BYTES = 2**22  # a pass whose largest result takes more leaves the processor's cache
-MIN_ROWS = 4  # a pass over fewer rows costs more per row than the cache saves
-PLANNING_ROWS = 16  # rows among which planning looks for two that differ
+# A pass whose largest result takes more leaves the processor's cache.
+CACHED_BYTES = 2**22
+# A pass over fewer rows costs more per row than the cache saves.
+MIN_ROWS = 4
+# Rows among which planning looks for two that differ.
+PLANNING_ROWS = 16
 # Bytes of a block of directions, with its copies while it is cast to the model's precision.
 BLOCK_AND_COPIES = 4 * BLOCK_BYTES
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is computed for each sample.
+    """What is computed for each sample, from which its memory follows.
 
     Attributes:
         rows_per_sample: the number of rows of a sample: itself and its perturbed copies.
         kind: what is measured: L2 norms, L1 norms or inner products.
-        directions: the number of gradients.
+        directions: the number of directions in logit space, each with a gradient.
         via_last_layer: whether the gradients of all classes are combined from the gradients of the
             last layer's features (`last_layer.py`).
     """
@@ -65,8 +68,9 @@ class Plan(ModelProfile):
         weights: leaf tensors that replace the parameters in traced passes.
         use_order: the order in which the forward pass uses the parameters.
         row_bytes: the bytes that autograd saves for one row.
-        factors: the gradient factors of one row, without their graph.
-        itemsize: the bytes of one number.
+        factors: the gradient factors of one row, without their graph: what each use of a parameter
+            contributes to its gradient, kept for the sizes.
+        itemsize: the bytes of one number of the logits.
         last_product: the last linear layer; None if the model does not end in one.
         is_reused: whether the plan was made for another batch.
     """
@@ -82,9 +86,10 @@ class Plan(ModelProfile):
     is_reused: bool = False
 
     def serves(self, request: GradientRequest) -> bool:
-        """Whether the plan can be reused for a request.
+        """Whether the plan can be reused for a request with samples of the same shapes.
 
-        A plan that traced one row alone serves several only if they run one by one, for memory.
+        A plan that traced one row alone cannot separate rows. It serves several rows only if memory
+        forces them to run one by one anyway.
         """
         rows = request.num_samples * request.rows_per_sample
         return self.trace_pair is not None or rows == 1 or self.is_too_large(2, request.budget)
@@ -97,7 +102,7 @@ class Plan(ModelProfile):
         """
         return self.mixes_samples or not recorder.use_order.fixed
 
-    # Counted work.
+    # Counted work, in multiplications.
 
     def pass_cost(
         self,
@@ -106,10 +111,12 @@ class Plan(ModelProfile):
     ) -> float:
         """Multiplications of one backward pass, norms included, as a share of those of a forward pass.
 
+        Both are counted for one row.
+
         Args:
             directions: the number of backward passes that share the work on activations.
-            names: the parameters whose gradients are wanted; None for all. Layers without any of
-                these parameters are not counted.
+            names: the names of the parameters whose gradients are wanted; None for all. Layers
+                without any of these parameters are not counted.
         """
         forward, backward = 0, 0
         for factor in self.factors:
@@ -120,14 +127,20 @@ class Plan(ModelProfile):
         return backward / max(1, forward)
 
     def passes_for_all_classes(self, request: GradientRequest) -> int:
-        """The number of backward passes for the gradients of all classes of one row."""
+        """The number of backward passes for the gradients of all C classes of one row.
+
+        C, or D + 2 where going through the last layer's D features is cheaper.
+        """
         one_row = replace(request, smoothing=None, gram=False)
         if self.last_product is not None and self._prefers_last_layer(one_row, ("classes",)):
             return self.last_product.weight.shape[1] + 2
         return self.classes
 
     def workload(self, request: GradientRequest) -> Workload:
-        """The work on each sample of a request, by the cheaper of the two ways."""
+        """Describe the work on each sample of a request, by the cheaper of two ways.
+
+        These are a pass for each direction, or passes via the last layer's features.
+        """
         rows = request.rows_per_sample
         if self._prefers_last_layer(request, request.directions.names):
             return Workload(rows, request.kind, self.classes, via_last_layer=True)
@@ -138,7 +151,14 @@ class Plan(ModelProfile):
         request: GradientRequest,
         directions: tuple[str, ...],
     ) -> bool:
-        """Whether gradients via the last layer's features are cheaper for all classes, and fit."""
+        """Whether gradients via the last layer's features are cheaper for all classes, and fit.
+
+        They need more memory, so that too few samples might run at once.
+
+        Args:
+            request: the request, with its rows per sample, kind of norm and budget.
+            directions: the names of the sets of directions; the sets must include `classes`.
+        """
         last, rows = self.last_product, request.rows_per_sample
         if last is None or request.kind != "l2" or "classes" not in directions:
             return False
@@ -152,7 +172,9 @@ class Plan(ModelProfile):
     # Counted memory.
 
     def samples_at_once(self, budget: int, work: Workload) -> int:
-        """How many samples fit a budget; 0 if the rows of a single sample do not fit at once.
+        """How many samples to run at once; 0 if the rows of a single sample do not fit the budget.
+
+        On a CPU no more than keep the largest result in the processor's cache.
 
         Args:
             budget: the bytes that may be used.
@@ -166,11 +188,15 @@ class Plan(ModelProfile):
             in_cache = CACHED_BYTES // max(1, self.largest_result * rows)
             affordable = min(affordable, max(in_cache, -(-MIN_ROWS // rows)))
         if affordable == 0 and (work.rows_per_sample == 1 or self.trace_pair is not None):
+            # Alone, a sample takes less memory.
             affordable = int(self._sample_bytes(work, is_alone=True) <= budget)
         return affordable
 
     def rows_at_once(self, budget: int) -> int:
-        """How many rows of one sample fit a budget, beside its gradients written out in full."""
+        """How many rows of one sample fit a budget, beside its gradients written out in full.
+
+        1 if only one row was traced: rows cannot be told apart then.
+        """
         if self.trace_pair is None:
             return 1
         bytes_per_row = 2 * (self.row_bytes + self.largest_result) + 6 * DOUBLE * self.classes
@@ -191,6 +217,7 @@ class Plan(ModelProfile):
         return sum(self.itemsize * leaf.numel() for leaf in self.weights.leaves.values())
 
     def _samples_within(self, budget: int, work: Workload) -> int:
+        """How many samples' memory fits a budget, beside one block of directions."""
         return max(0, budget - BLOCK_AND_COPIES) // self._sample_bytes(work)
 
     def _sample_bytes(self, work: Workload, is_alone: bool = False) -> int:
@@ -204,6 +231,8 @@ class Plan(ModelProfile):
         rows, number = work.rows_per_sample, work.directions
         is_gram = work.kind == "gram"
         graphs = number + 2 if is_gram else 2
+        # What autograd saves, as much again for the cotangents of each direction if inner products
+        # are computed, and the largest result with its gradient.
         total = rows * (self.row_bytes * graphs + 2 * self.largest_result)
         largest = 0
         for factor in self.factors:
@@ -213,7 +242,7 @@ class Plan(ModelProfile):
         total += self.itemsize * largest * (number if is_gram else 2)
         # One direction, its probabilities, and temporaries of the same size.
         total += 6 * DOUBLE * rows * self.classes
-        results = 2 * DOUBLE * number * len(self.weights.leaves)
+        results = 2 * DOUBLE * number * len(self.weights.leaves)  # norms of all parameters, twice
         total += results * (number if is_gram else 1)
         if work.via_last_layer and self.last_product is not None:
             total += self.itemsize * self.last_product.numbers_held(rows)
@@ -224,6 +253,7 @@ def _forward_multiplications(factor: GradFactor) -> int:
     """Multiplications of the forward operation that the factor belongs to, on one row."""
     if not isinstance(factor.gradient, Outer):
         return factor.gradient.work
+    # Positions, output features, input features, groups.
     t, o, f, g = factor.gradient.sizes
     return t * o * f * g
 
@@ -263,7 +293,7 @@ class _Planning:
         model: the model, inside `preserve_state`.
         first_rows: the rows of the first samples.
         selected: the parameters whose gradients are wanted, by name.
-        first: the first row by plain autograd.
+        first: the first row's logits and gradient norms by plain autograd, which traces must match.
     """
 
     model: nn.Module
@@ -272,7 +302,17 @@ class _Planning:
     first: FirstSample
 
     def run(self, budget: int) -> Plan:
-        """Trace one row, then two where there are two and they fit the budget."""
+        """Trace one row, then two where there are two and they fit the budget.
+
+        Args:
+            budget: the bytes that the work on one chunk of samples may take.
+
+        Returns:
+            The plan; without a `trace_pair` if two rows were not traced.
+
+        Raises:
+            NotBatchable: if a traced gradient differs from plain autograd's, or all rows are equal.
+        """
         rows = num_samples(self.first_rows.batch)
         plan, one = self._trace_one(several=rows > 1)
         if rows == 1:
@@ -293,6 +333,8 @@ class _Planning:
     def _trace_one(self, several: bool) -> tuple[Plan, Recorder]:
         """Make a plan from the first row, whose traced gradient must equal plain autograd's.
 
+        Returns the plan and the recorder of the trace.
+
         Args:
             several: whether there are further rows. For a single image, convolutions are as fast in
                 the contiguous memory format, which batch normalization needs then.
@@ -307,6 +349,7 @@ class _Planning:
         return self._plan_from(traced, channels_last=False), traced.recorder
 
     def _trace_first_row(self, channels_last: bool) -> "_FirstTrace":
+        """Trace the first row, images and kernels in channels-last memory format if asked for."""
         row = self.first.rows
         weights = Weights.of(self.selected, self.model.parameters(), channels_last)
         constants = {t.untyped_storage().data_ptr() for t in weights.stand_in.values()}
@@ -316,6 +359,15 @@ class _Planning:
         return _FirstTrace(weights, logits, recorder, total[0])
 
     def _plan_from(self, traced: "_FirstTrace", channels_last: bool) -> Plan:
+        """Make the plan of a single row from its trace.
+
+        Args:
+            traced: the traced pass over the first row.
+            channels_last: whether it ran in the channels-last memory format.
+
+        Raises:
+            NotBatchable: if logits or gradient norms differ from those of plain autograd.
+        """
         logits, recorder, first = traced.logits, traced.recorder, self.first
         direction = random_direction(logits)
         pullback = Pullback(logits, recorder.factors, traced.weights, 1)
@@ -345,10 +397,14 @@ class _Planning:
         return same_norms(norms, expected, self.first.precision)
 
     def _second_row(self) -> int | None:
-        """The index of a row that differs from the first; None if all rows are the same."""
+        """Find the index of a row that differs from the first; None if all rows are the same.
+
+        Two equal rows would not show whether one row's results are taken for the other's.
+        """
         for i in range(1, num_samples(self.first_rows.batch)):
             if self.first_rows.embedding_noise is not None:
-                return i  # token ids repeat, but each row gets other noise
+                # Token ids repeat, but each row gets other noise.
+                return i
             if any(not torch.equal(t[0], t[i]) for t in batch_tensors(self.first_rows.batch)):
                 return i
         return None

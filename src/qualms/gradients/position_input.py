@@ -18,10 +18,13 @@ from qualms.gradients.isolation import isolate_forward
 from qualms.gradients.layers import Params, selected_parameters
 from qualms.gradients.model_input import logits_in
 
-INNER = "model."  # prefix of the model's parameter names inside `AtPositions`
+# Prefix of the model's parameter names inside `AtPositions`.
+INNER = "model."
 MASK = "attention_mask"
-ENCODER = "encoder_"  # name prefix of encoder outputs that are passed to the model
-DECODER = "decoder_"  # name prefix of the decoder's arguments in an encoder-decoder model
+# Name prefix of encoder outputs that are passed to the model.
+ENCODER = "encoder_"
+# Name prefix of the decoder's arguments in an encoder-decoder model.
+DECODER = "decoder_"
 TOKEN_ARGUMENTS = (  # arguments with an entry for each token
     "input_ids",
     "inputs_embeds",
@@ -38,8 +41,8 @@ class SampleAlone:
 
     Attributes:
         batch: the sample as a batch of one, without padding.
-        kept: the positions of its tokens in the padded sample; None if no padding was cut off.
-        length: the number of positions with padding; 0 if none was cut off.
+        kept: the positions of its t tokens in the padded sample; None if no padding was cut off.
+        length: the number of positions of the padded sample; 0 if no padding was cut off.
     """
 
     batch: Batch
@@ -49,6 +52,9 @@ class SampleAlone:
     @classmethod
     def of(cls, batch: Batch, number: int) -> "SampleAlone":
         """Take sample `number` of a batch and cut off its padding.
+
+        Padding is what the attention mask hides before the first and after the last token. Masks of
+        an encoder and a decoder are handled separately.
 
         Raises:
             QualmsError: if the attention mask of the sample keeps no token.
@@ -79,7 +85,11 @@ class SampleAlone:
         return cls(one, kept, length)
 
     def require_fit(self, positions: int) -> None:
-        """Raise an error if padding was cut off and the model does not answer once for each token."""
+        """Raise an error if padding was cut off and the model does not answer once for each token.
+
+        Args:
+            positions: the number of positions at which the model returned logits.
+        """
         if self.kept is not None and positions != len(self.kept):
             raise _mismatch(str(positions), len(self.kept))
 
@@ -88,7 +98,7 @@ class SampleAlone:
 
         Args:
             values: one value for each position without padding.
-            missing: the value that padding gets.
+            missing: the value that padding gets, such as NaN.
 
         Returns:
             Values [length, …]; `values` itself if no padding was cut off.
@@ -101,7 +111,7 @@ class SampleAlone:
         return padded
 
     def remove_padding(self, values: Tensor) -> Tensor:
-        """Select the values at tokens from values [length, …] at all positions with padding."""
+        """Select the values at tokens from values [length, …] at all positions, padding included."""
         if self.kept is None:
             return values
         return values[self.kept.to(values.device)]
@@ -115,6 +125,12 @@ class SampleAlone:
 
 
 def _mismatch(positions: str, tokens: int) -> QualmsError:
+    """Build the error for a model whose positions do not match the tokens of the attention mask.
+
+    Args:
+        positions: the number or shape of the positions, as text for the message.
+        tokens: the number of tokens.
+    """
     return QualmsError(
         f"the model predicts at {positions} positions for {tokens} tokens, so it is not clear "
         "which of them the attention mask excludes; pass one text at a time, without padding."
@@ -125,7 +141,7 @@ def live_positions(
     batch: Batch,
     shape: tuple[int, ...],
 ) -> Bool[Tensor, "b t"] | None:
-    """The positions that a batch's attention mask keeps; None if there is no padding.
+    """Return which positions a batch's attention mask keeps; None if there is no padding.
 
     Args:
         batch: the samples.
@@ -145,7 +161,10 @@ def live_positions(
 
 
 def _answering_side(batch: dict[str, Tensor]) -> str:
-    """The name prefix of the arguments whose positions the logits belong to: `decoder_`, or none."""
+    """The name prefix of the arguments whose positions the logits belong to.
+
+    `decoder_` if the batch has arguments of a decoder, else the empty string.
+    """
     has_decoder = any(name.startswith(DECODER) for name in batch)
     return DECODER if has_decoder else ""
 
@@ -181,7 +200,10 @@ def _cut(
 
 
 def name_arguments(model: nn.Module, batch: Batch) -> Batch:
-    """Turn a tuple into a dict by the model's argument names, if one of them is an attention mask."""
+    """Turn a tuple into a dict by the model's argument names, if one of them is an attention mask.
+
+    Padding is found by the name of the mask. Any other batch is returned as it is.
+    """
     if not isinstance(batch, tuple):
         return batch
     try:
@@ -216,10 +238,11 @@ class AtPositions(nn.Module):
         self.model = model
         self.class_dim = class_dim
         self.positions = positions
+        # Not `eval()`, which would change the modes of the model inside.
         self.training = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, "b pc"]:
-        """Run the model and select the logits of the positions."""
+        """Run the model and select the logits at the positions, side by side."""
         with isolate_forward(self.model):
             output = self.model(*args, **kwargs)
             logits = classes_last(output, self.class_dim).flatten(1, -2)
@@ -230,6 +253,10 @@ class AtPositions(nn.Module):
 
 def classes_last(output: Any, class_dim: int) -> Float[Tensor, "b *positions c"]:
     """Find the logits in a model's output and move the class axis to the end.
+
+    Args:
+        output: what the model returned.
+        class_dim: the axis of the classes in its logits, as the user gave it.
 
     Raises:
         QualmsError: if there are no positions, or `class_dim` is not an axis of classes.
@@ -252,7 +279,15 @@ def classes_last(output: Any, class_dim: int) -> Float[Tensor, "b *positions c"]
 
 
 def inner_params(model: nn.Module, params: Params) -> Params:
-    """Translate a selection of the model's parameters to their names inside `AtPositions`."""
+    """Translate a selection of the model's parameters to their names inside `AtPositions`.
+
+    Args:
+        model: the model that is wrapped.
+        params: the user's selection, by the names of the model.
+
+    Returns:
+        A selection for the wrapper, in which names begin with `model.`; None for all parameters.
+    """
     if params is None:
         return None
     chosen = selected_parameters(model, params)

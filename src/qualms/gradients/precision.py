@@ -13,17 +13,22 @@ from qualms.gradients.function_modes import CallMode, run_function
 # The relative difference that rounding may make; COARSE_TOLERANCE for 16-bit types.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 COARSE_TOLERANCE = 0.1
-MASKED_LOGIT = 100.0  # a logit so far below the largest one is masked: its probability is 0
-MIN_SQUARES = 1e-30  # a smaller sum of squares in float32 may have lost squares to underflow
-ZERO_ROW = 1e-6  # rounding errors in a row of zeros, as a share of the largest row
+# A logit so far below the largest one is masked: its probability is 0.
+MASKED_LOGIT = 100.0
+# A smaller sum of squares in float32 may have lost squares to underflow.
+MIN_SQUARES = 1e-30
+# Rounding errors in a row of zeros, as a share of the largest row.
+ZERO_ROW = 1e-6
 MAX_CONVERTED = 2**20  # numbers that are copied to float64 at a time
-MIN_COARSE_ROWS = 4  # rows of 16-bit numbers that must look like probabilities
+# Rows of 16-bit numbers that must look like probabilities.
+MIN_COARSE_ROWS = 4
 
 
 class Narrowest(CallMode):
     """A function mode that records the coarsest float type that a forward pass casts to.
 
-    Numbers are only as precise as the narrowest type they have gone through.
+    Numbers are only as precise as the narrowest type they have gone through. A cast is an operation
+    whose result has a coarser type than all its arguments; the type is kept in `cast_to`.
     """
 
     def __init__(self) -> None:
@@ -31,7 +36,13 @@ class Narrowest(CallMode):
         self.cast_to: torch.dtype | None = None
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func`, and record its result's type if it is coarser than that of every argument."""
+        """Call `func`, and record its result's type if it is coarser than that of every argument.
+
+        Args:
+            func: the torch function that the model calls.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
         out = run_function(func, args, kwargs)
         finest = None
         for t in tensors_in((args, kwargs)):
@@ -45,7 +56,7 @@ class Narrowest(CallMode):
         return out
 
     def of(self, logits: Tensor) -> torch.dtype:
-        """The type that limits the precision of the pass: the coarsest cast, or the logits' type."""
+        """The type that limits the precision of a pass: the coarser of casts and of its logits."""
         return logits.dtype if self.cast_to is None else coarser(logits.dtype, self.cast_to)
 
 
@@ -90,8 +101,8 @@ def close_logits(
 ) -> bool:
     """Whether logits are equal up to rounding, relative to the largest logit of each row.
 
-    Classes that are masked by a huge negative logit are compared relative to this logit; they do not
-    loosen the comparison of the other classes.
+    "Largest" is by absolute value. Classes that are masked by a huge negative logit are compared
+    relative to this logit; they do not loosen the comparison of the other classes.
 
     Args:
         have: the logits to check.
@@ -118,7 +129,7 @@ def _is_within(
     Args:
         have: the tensor to check.
         want: the tensor to compare with.
-        scale: the sizes, broadcast to `want`, that differences are relative to.
+        scale: the sizes that differences are relative to, broadcast to the shape of `want`.
         precision: the type that sets the tolerance; the type of `want` by default.
     """
     tolerance = tolerance_of(precision or want.dtype)
@@ -128,7 +139,10 @@ def _is_within(
 
 @torch.no_grad()
 def same_values(have: Tensor, want: Tensor) -> bool:
-    """Whether two results of the same operations are equal up to the last digits of their type."""
+    """Whether two results of the same operations are equal up to the last digits of their type.
+
+    Stricter than `close`. Numbers that are not floats must be the same, and so must the types.
+    """
     if have.dtype != want.dtype or not want.is_floating_point():
         return torch.equal(have, want)
     is_coarse = want.element_size() < 4
@@ -172,7 +186,7 @@ def outside_float32_range(squares: Float[Tensor, "*n"]) -> Bool[Tensor, "*n"]:
 def power_of_two(size: Float[Tensor, "*n"]) -> Float64[Tensor, "*n"]:
     """The power of two by which to divide a size to bring it between 1/2 and 1, without rounding.
 
-    It is 1 for sizes that are 0 or not finite. Sizes above 2¹⁰²³ become 2 at most.
+    It is 1 for sizes that are 0 or not finite. Sizes from 2¹⁰²³ on become 2 at most.
     """
     size = size.double()
     power = size / torch.frexp(size).mantissa
@@ -181,7 +195,7 @@ def power_of_two(size: Float[Tensor, "*n"]) -> Float64[Tensor, "*n"]:
 
 
 def root_of_squares(sizes: Float[Tensor, "*n l"]) -> Float64[Tensor, "*n"]:
-    """(Σ_l s_l²)^½ of sizes s_l ≥ 0, without underflow of the squares.
+    """Compute (Σ_l s_l²)^½ of sizes s_l ≥ 0 along the last axis, without underflow of the squares.
 
     The squares of sizes below 1e-162 are zero in float64, so sizes are scaled first.
     """
@@ -190,14 +204,16 @@ def root_of_squares(sizes: Float[Tensor, "*n l"]) -> Float64[Tensor, "*n"]:
 
 
 def sum_of_squares(g: Float[Tensor, "n p"]) -> Float64[Tensor, " n"]:
-    """Σ g² of each row, without underflow or overflow.
+    """Compute Σ g² of each row in float64, without underflow or overflow.
 
-    Where float32 cannot represent the sum, it is computed from the row divided by its largest entry.
+    Where float32 cannot represent the sum, it is computed from the row divided by its largest
+    entry.
     """
     sums = torch.linalg.vecdot(g, g).double()
     if not g.shape[1]:
         return sums
-    # Called for every parameter and class: this takes a quarter of the time of `outside_float32_range`.
+    # The usual case. This is called for every parameter and class, and the comparison takes a quarter
+    # of the time of `outside_float32_range`.
     low, high = sums.aminmax()
     if low.item() >= MIN_SQUARES and high.item() < torch.inf:
         return sums
@@ -210,13 +226,18 @@ def sum_of_squares(g: Float[Tensor, "n p"]) -> Float64[Tensor, " n"]:
 
 
 def inner_products(g: Float[Tensor, "b m p"]) -> Float64[Tensor, "b m m"]:
-    """⟨g_m, g_n⟩ of each sample's gradients; computed in float64 where float32 under- or overflows."""
+    """Compute ⟨g_m, g_n⟩ of each sample's gradients; in float64 where float32 under- or overflows.
+
+    Args:
+        g: m gradients of each of b samples, flattened.
+    """
     products = (g @ g.mT).double()
     squares = products.diagonal(dim1=1, dim2=2)
     odd = outside_float32_range(squares)
     if not bool(odd.any()):
         return products
-    odd &= (squares != 0) | g.any(2)  # for a gradient of zeros, 0 is exact
+    # For a gradient of zeros, 0 is exact.
+    odd &= (squares != 0) | g.any(2)
     columns = max(1, MAX_CONVERTED // g.shape[1])
     for b in odd.any(1).nonzero().flatten().tolist():
         products[b] = 0.0
@@ -227,10 +248,10 @@ def inner_products(g: Float[Tensor, "b m p"]) -> Float64[Tensor, "b m m"]:
 
 
 def look_like_probabilities(logits: Float[Tensor, "rows c"]) -> bool:
-    """Whether all rows add up to 1, up to rounding, and have no negative entry.
+    """Whether a model's outputs look like probabilities: rows without negative entries that sum to 1.
 
-    Logits hardly ever do so by chance. In 16 bits rounding is coarse, so at least
-    `MIN_COARSE_ROWS` rows are needed.
+    Logits hardly ever do so by chance. Sums may be off by rounding. In 16 bits rounding is coarse,
+    so at least `MIN_COARSE_ROWS` rows are needed.
     """
     rounding = torch.finfo(logits.dtype).eps
     if bool((logits < 0).any()):

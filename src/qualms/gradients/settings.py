@@ -13,7 +13,8 @@ from qualms.parameters import NOISE, check_parameters, whole
 from qualms.random import generator
 
 Engine = Literal["exact", "reference", "sketch", "auto"]
-Kind = Literal["l2", "l1", "gram"]  # what is measured: ‖g‖, Σ|g|, or inner products
+# What is measured: ‖g‖, Σ|g|, or inner products.
+Kind = Literal["l2", "l1", "gram"]
 
 
 @dataclass(frozen=True)

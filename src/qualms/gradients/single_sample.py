@@ -152,7 +152,8 @@ def sample_gradients(
             row_gradients = list(gradients_of(logits, parameters, direction.to(logits.dtype)))
             for i, name in enumerate(selected):
                 g = row_gradients[i]
-                row_gradients[i] = None  # frees each gradient once it is reduced
+                # Frees each gradient once it is reduced.
+                row_gradients[i] = None
                 columns[name].append(None if g is None else reduce(g))
     logits = logits.detach()  # frees the graph
     gradients: dict[str, Tensor] = {}

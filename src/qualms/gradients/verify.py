@@ -3,7 +3,8 @@
 - *Cross-batch influence*: the logits of a chunk must not change when its samples run in other
   batches, or alone.
 - *Separation*: each sample's gradients must depend on the cotangent of that sample alone: if the
-  cotangents are scaled sample by sample, the gradients of every layer must scale by the same numbers.
+  cotangents are scaled sample by sample, the gradients of every layer must scale by the same
+  numbers.
 
 Two further checks are elsewhere: planning compares the first sample's gradient with plain autograd
 (`plan.py`), and `tracing/traced_forward.py` searches the graph for parameters that reach the logits
@@ -25,7 +26,9 @@ from qualms.gradients.precision import TOLERANCE, close_logits, root_of_squares,
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Kind
 
-ROWS_AHEAD = 2048  # rows whose logits are computed together, ahead of the chunks compared with them
+# Rows whose logits are computed together, ahead of the chunks compared with them.
+ROWS_AHEAD = 2048
+# Reasons that users see in a `SlowWarning`.
 INFLUENCE = "the samples of a batch influence each other"
 MIXTURE = "the model mixes samples within a batch"
 
@@ -37,8 +40,9 @@ MIXTURE = "the model mixes samples within a batch"
 class CrossBatchCheck:
     """Gives the logits of a request's rows from other batches than the chunks that they run in.
 
-    They are `request.known_logits`, if given: the logits of each sample without its perturbed
-    copies. Otherwise they are computed, for several chunks at a time.
+    A row's logits must not depend on the rows that it runs with, so engines compare the two. The
+    logits from other batches are `request.known_logits`, if given: those of each sample without its
+    perturbed copies. Otherwise they are computed, for several chunks at a time.
 
     Args:
         request: the request, whose samples run in chunks.
@@ -50,10 +54,21 @@ class CrossBatchCheck:
 
     def __post_init__(self) -> None:
         self._start = 0  # the index of the first sample in `_logits`
+        # [samples, r, c], computed ahead for several chunks.
         self._logits: Tensor | None = None
 
     def logits_of(self, chunk: slice) -> Float[Tensor, "b _ c"]:
-        """The logits from other batches for all rows of a chunk, or for the first row of each sample."""
+        """Return the logits that a chunk's rows have in other batches.
+
+        Chunks must be asked for in order: logits are computed ahead, and replaced by later ones.
+
+        Args:
+            chunk: the indices of the chunk's samples.
+
+        Returns:
+            Logits [b, r, c] of all rows of each sample; [b, 1, c] of its first row if they are
+            the request's known logits.
+        """
         known = self.request.known_logits
         if known is not None:
             return known[chunk, None]
@@ -63,7 +78,10 @@ class CrossBatchCheck:
         return logits[chunk.start - self._start : chunk.stop - self._start]
 
     def _compute_from(self, chunk: slice) -> Float[Tensor, "b r c"]:
-        """Compute the logits of a chunk and of the chunks after it, up to `ROWS_AHEAD` rows."""
+        """Compute the logits of a chunk and of the chunks after it, up to `ROWS_AHEAD` rows.
+
+        Returns the logits of their samples, which are kept for the next calls of `logits_of`.
+        """
         remaining = [c for c in self.chunks if c.start >= chunk.start]
         rows = self.request.rows_per_sample * (chunk.stop - chunk.start)
         ahead = remaining[: max(1, ROWS_AHEAD // rows)]
@@ -84,7 +102,7 @@ def cross_batch_logits(
 
     Args:
         request: the samples of consecutive chunks.
-        chunks: the number of chunks.
+        chunks: the number of these chunks.
     """
     rows, samples = request.rows_per_sample, request.num_samples
     stride = min(samples, max(2, chunks))
@@ -203,7 +221,7 @@ class Separation:
         return cls((-octaves * order.double() / samples).exp2().to(device), precision)
 
     def scale(self, cotangent: Float[Tensor, "rows c"]) -> Float[Tensor, "rows c"]:
-        """Multiply the rows of each sample b by s_b."""
+        """Multiply the rows of each sample b in a cotangent by s_b."""
         rows_per_sample = len(cotangent) // len(self.scales)
         row_scales = self.scales.repeat_interleave(rows_per_sample)
         return cotangent * row_scales[:, None].to(cotangent)
@@ -298,12 +316,16 @@ class _OneMoreCotangent:
     number: int | None = None
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield blocks of cotangents [k, rows, c] with their scales [k, b]."""
+        """Yield the blocks of `cotangents`, [k, rows, c] with scales [k, b], then the scaled copy.
+
+        The first direction that is nonzero for every sample is copied; there is no copy if none is.
+        """
         chosen: tuple[Tensor, Tensor] | None = None
         before = 0
         for block, scales in self.cotangents.blocks():
             if chosen is None:
-                # A direction serves if it is nonzero for every sample; all have the same size.
+                # A direction serves if it is nonzero for every sample; blocks are scaled, so that
+                # all nonzero ones have the same size.
                 by_sample = block.unflatten(1, (self.samples, -1)).flatten(2)
                 nonzero = by_sample.any(2).all(1).nonzero().flatten().tolist()
                 if nonzero:
@@ -320,5 +342,5 @@ def _column(
     values: dict[str, Tensor],
     number: int,
 ) -> dict[str, Float[Tensor, " b"]]:
-    """The norms along one direction."""
+    """Select the norms [b] along direction `number`, from norms [b, m] by the parameter's name."""
     return {name: value[:, number] for name, value in values.items()}

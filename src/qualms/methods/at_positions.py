@@ -26,12 +26,17 @@ from qualms.methods.method import LOGITS, Method
 
 BLOCK_BYTES = 2**25  # the size of the projections that exist at once
 DOUBLE = 8  # bytes
-NOWHERE = -100  # the target of a position without one, as in torch's losses
-Group = tuple[Smoothing | None, float | None]  # perturbations and λ of scores that share tangents
+# The target of a position without one, as in torch's losses.
+NOWHERE = -100
+# Perturbations and λ of scores that share tangents.
+Group = tuple[Smoothing | None, float | None]
 
 
 def require_positions(methods: Mapping[str, Method]) -> None:
-    """Raise an error if a method cannot score every position."""
+    """Raise an error if a method cannot score every position.
+
+    Only gradient scores and scores of the logits alone can.
+    """
     for name, method in methods.items():
         if not isinstance(method, GradientScore) and method.needs != (LOGITS,):
             raise QualmsError(
@@ -50,7 +55,7 @@ def logit_scores(
     Args:
         methods: the methods by name; gradient scores are left out.
         logits: the logits at all positions.
-        model_context: the model.
+        model_context: the model, its settings and caches.
 
     Returns:
         The scores at all positions, by the name of the method.
@@ -71,6 +76,7 @@ class _LogitsContext(BatchContext):
     def _plain_results(
         self,
     ) -> tuple[Float[Tensor, "t c"], Head | QualmsError]:
+        """The batch itself as logits, and an error in place of a head: positions have none."""
         logits = self.batch
         assert isinstance(logits, Tensor)
         return logits, QualmsError("positions have no last layer of their own.")
@@ -79,7 +85,11 @@ class _LogitsContext(BatchContext):
 def groups_of(
     methods: Mapping[str, Method],
 ) -> dict[Group, dict[str, GradientScore]]:
-    """Group the gradient scores by the tangents that they share."""
+    """Group the gradient scores by smoothing and λ: scores that have both in common share tangents.
+
+    Returns:
+        The scores by name in each group. Methods that are no gradient scores are left out.
+    """
     groups: dict[Group, dict[str, GradientScore]] = {}
     for name, method in methods.items():
         if isinstance(method, GradientScore):
@@ -88,7 +98,7 @@ def groups_of(
 
 
 def blocks(positions: int, classes: int, at_once: int = 1) -> Iterator[slice]:
-    """Split positions into blocks whose projections fit `BLOCK_BYTES` together.
+    """Split positions into blocks, each so small that its projections fit into `BLOCK_BYTES`.
 
     Args:
         positions: the number of positions.
@@ -104,6 +114,8 @@ def blocks(positions: int, classes: int, at_once: int = 1) -> Iterator[slice]:
 class TangentSums:
     """Accumulates, for one input, what the gradient scores of one group need from each tangent.
 
+    The engine runs a tangent s and yields J s for every row. Its projection g_m·s, along direction
+    m at a position, is what the scores are estimated from; w_m is the weight of ‖g_m‖ in a score.
     Axes: t positions, g tangents that run at once, m directions.
 
     Attributes:
@@ -114,10 +126,12 @@ class TangentSums:
         targets: the true class at each position, NOWHERE where there is none; None without targets.
         like: a tensor with the logits' dtype and device.
         tangents: the number of tangents added so far.
-        squares: the sums of squared projections [t, m], by direction, for scores of norms.
-        quadratic: Σ_m w_m (g_m·s)² [t] of each tangent s, by method, for scores of squared norms.
+        squares: the sums of squared projections [t, m] over all tangents, by the name of the set of
+            directions, for scores with power 1.
+        quadratic: Σ_m w_m (g_m·s)² [t] of each tangent s, by method, for scores with power 2.
         target_sums: Σ_t g_{y_t}·s of each tangent s, for the targets y_t.
-        mean: the projections [t, g, m] averaged over the rows so far, by direction.
+        mean: the projections [t, g, m] of the tangents that now run, averaged over the rows so
+            far, by the name of the set of directions.
     """
 
     methods: Mapping[str, GradientScore]
@@ -132,6 +146,7 @@ class TangentSums:
     mean: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """List the sets of directions to project on, and set up the sums that need no tangent."""
         names = [m.direction for m in self.methods.values()]
         if self.targets is not None:
             names.append("classes")
@@ -147,7 +162,7 @@ class TangentSums:
 
     @staticmethod
     def held(shape: tuple[int, int], rows: int) -> int:
-        """Bytes kept for each tangent that runs at once: the mean over rows, if there are several.
+        """Compute the bytes kept for each tangent that runs: the mean over rows, if it is needed.
 
         Args:
             shape: the numbers of positions and of classes.
@@ -156,7 +171,11 @@ class TangentSums:
         return DOUBLE * shape[0] * shape[1] if rows > 1 else 0
 
     def add(self, products: PositionProducts) -> None:
-        """Add the products of some tangents with one row."""
+        """Add the products J s of some tangents s with one row.
+
+        The rows of the same tangents follow each other, row 0 first. Projections are averaged over
+        them, and added to the sums over tangents at the last row.
+        """
         if products.row == 0:
             self.own_logits = products.logits
             if self.likeliest is None:
@@ -166,7 +185,7 @@ class TangentSums:
         quadratic: dict[str, list[Tensor]] = {name: [] for name in self.quadratic}
         target_sums = self.like.new_zeros(at_once, dtype=torch.double)
         for block in blocks(*self.shape, at_once):
-            y = products.tangents[:, block].movedim(0, 1)
+            y = products.tangents[:, block].movedim(0, 1)  # [positions, tangents, classes]
             if not bool(torch.isfinite(y).all()):
                 raise QualmsError(
                     "the sketch overflowed the model's precision; use float32, or a few positions= "
@@ -214,10 +233,16 @@ class TangentSums:
         return self.mean[name][block]
 
     def _add_squares(self, block: slice, projections: Mapping[str, Float[Tensor, "n g m"]]) -> None:
-        """Add the squared projections of a block of positions, for sums of norms."""
+        """Add the squared projections of a block of positions to `squares`.
+
+        Args:
+            block: the positions.
+            projections: g_m·s at these positions, by the name of the set of directions.
+        """
         for name in self.linear_directions:
             squares = projections[name].square().sum(1)
             if name not in self.squares:
+                # Sums of a single direction take little memory, so they stay in double precision.
                 is_single = squares.shape[1] == 1
                 dtype = squares.dtype if is_single else at_least_float32(self.like).dtype
                 self.squares[name] = torch.zeros(
@@ -242,7 +267,7 @@ class TangentSums:
         Args:
             name: the name of the method.
             block: the positions.
-            projections: g_m·s at these positions, by direction.
+            projections: g_m·s at these positions, by the name of the set of directions.
         """
         method = self.methods[name]
         assert self.own_logits is not None
@@ -281,7 +306,7 @@ class TangentSums:
         scores: dict[str, tuple[Tensor, Tensor]] = {}
         for name, method in self.methods.items():
             if method.power == 2:
-                per_tangent = torch.stack(self.quadratic[name])
+                per_tangent = torch.stack(self.quadratic[name])  # [tangents, t]
                 error = per_tangent.std(0) / len(per_tangent) ** 0.5
                 scores[name] = per_tangent.mean(0), error
                 continue
@@ -294,12 +319,13 @@ class TangentSums:
         method: GradientScore,
         logits: Float[Tensor, "t c"],
     ) -> Float[Tensor, " t"]:
-        """Compute Σ_m w_m ‖g_m‖ of a method, a block of positions at a time."""
+        """Estimate Σ_m w_m ‖g_m‖ of a method from `squares`, a block of positions at a time."""
         parts: list[Tensor] = []
         for block in blocks(*self.shape):
             squares = self.squares[method.direction][block].double()
             if method.direction == "classes":
                 assert self.likeliest is not None
+                # For the likeliest class there are squares in double precision.
                 index = self.likeliest[block]
                 squares = squares.scatter(-1, index, self.likeliest_squares[block])
             norms = unbiased_root(squares / self.tangents, self.tangents)
@@ -307,7 +333,7 @@ class TangentSums:
         return torch.cat(parts)
 
     def of_text(self) -> float | None:
-        """‖∇θ Σ_t log p(y_t)‖ divided by the number of targets y_t; None if there are none."""
+        """Estimate ‖∇θ Σ_t log p(y_t)‖ / (the number of targets y_t); None without targets."""
         num_targets = 0 if self.targets is None else int((self.targets >= 0).sum())
         if num_targets == 0:
             return None

@@ -51,7 +51,7 @@ def coherence(logits: Float[Tensor, "b c"], gram: Float[Tensor, "b c c"]) -> Flo
     """Compute κ⁴ Σ_c sqrt(p_c) ‖g_c‖ / sqrt(Z).
 
     Args:
-        logits: z.
+        logits: the logits z.
         gram: G = J Jᵀ, the inner products between the gradients of all logits.
     """
     away = classes(logits[:, None])[:, :, 0]  # e_c - p: [c, b, c]
@@ -60,20 +60,32 @@ def coherence(logits: Float[Tensor, "b c"], gram: Float[Tensor, "b c c"]) -> Flo
 
 
 def class_weights(logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-    """sqrt(p / Z), by logarithms: p or Z alone may be beyond 64 bits where p / Z is not."""
+    """Compute sqrt(p_c / Z), Z = Σ_k exp z_k.
+
+    This is done in log space: p_c or Z alone may be out of the range of 64-bit floats where p_c / Z
+    is not.
+    """
     return ((log_softmax(logits) - logits.logsumexp(-1, keepdim=True)) / 2).exp()
 
 
 def collinearity(gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
-    """κ: the mean squared cosine between the gradients of two different logits; a zero gradient has
-    no direction.
+    """Compute κ, the mean squared cosine between the gradients of two different logits.
+
+    Cosines with a zero gradient, which has no direction, count as 0.
+
+    Args:
+        gram: the inner products between the gradients of all logits.
     """
     c = gram.shape[-1]
     return squared_cosines(gram).sum((1, 2)) / (c * (c - 1))
 
 
 def collinearity_without_each(gram: Float[Tensor, "b c c"]) -> Float[Tensor, "b c"]:
-    """κ over the pairs that leave one class out, for each class c left out."""
+    """Compute κ without each class c in turn, for the jackknife: over all pairs without class c.
+
+    Args:
+        gram: the inner products between the gradients of all logits.
+    """
     c = gram.shape[-1]
     cosines = squared_cosines(gram)
     return (cosines.sum((1, 2))[:, None] - 2 * cosines.sum(2)) / ((c - 1) * (c - 2))
@@ -105,9 +117,11 @@ def estimate_coherence(
     times that of κ.
 
     Args:
-        logits: z.
-        gram: inner products between the gradients along the contrasts.
-        directions: the contrasts: differences between logits of sampled classes.
+        logits: the logits z.
+        gram: inner products between the gradients along the m directions of `directions`. With b
+            the likeliest class these are, in order: log p_b, z_b, and z_c - z_b for the classes c
+            that estimate κ and for those that estimate the sum.
+        directions: knows which classes c were sampled.
     """
     n = directions.sample
     paired = slice(2, 2 + n)
@@ -122,6 +136,7 @@ def estimate_coherence(
     variance = (n - 1) / n * (without - without.mean(1, keepdim=True)).square().sum(1)
     kappa_error = variance.sqrt()
     diagonal = gram.diagonal(dim1=1, dim2=2)[:, drawn]
+    # ‖g_c‖² of the drawn classes, from g_c = ∇ log p_b + ∇(z_c - z_b).
     squares = gram[:, 0, 0][:, None] + 2 * gram[:, 0, drawn] + diagonal
     index, chances = directions.draw(logits)
     terms = class_weights(logits).gather(-1, index) * squares.clamp_min(0).sqrt()
@@ -138,11 +153,11 @@ def sizes_of_classes(
     head: Float[Tensor, "c d"] | None,
     probs: Float[Tensor, "b c"],
 ) -> Float[Tensor, "b c"]:
-    """Compute the sizes of the classes, in proportion to which they are drawn.
+    """Guess sqrt(p_c) ‖g_c‖ of each class up to a factor; classes are drawn in proportion to it.
 
     Args:
         head: the weight of the last linear layer; None if the logits come from elsewhere.
-        probs: the probabilities of each input.
+        probs: the probabilities p_c for each input.
     """
     return class_sizes(probs.sqrt(), class_lengths(probs, head))
 
@@ -176,21 +191,26 @@ class Coherence(Method):
         """Compute `coherence`, or estimate it with a standard error from a subset of many classes."""
         params = self.late_params(context)
         if self.num_directions(context.num_classes) == context.num_classes:
-            table = context.exact_table(params, LOGITS, gram=True)
+            table = context.exact_table(params, LOGITS, gram=True)  # values: [b, layer, m, m]
             return Estimate(coherence(context.logits, table.values.double().sum(1)))
         directions = context.model_context.once(self, lambda: self._contrasts(context))
         table = context.exact_table(params, directions, gram=True)
         return estimate_coherence(table.logits.double(), table.values.double().sum(1), directions)
 
     def late_params(self, context: BatchContext) -> frozenset[str]:
-        """The parameters of the last two blocks."""
-        _ = context.logits  # an input that the model rejects is reported as such
+        """Return the names of the parameters of the last two blocks."""
+        # An input that the model rejects is reported as such.
+        _ = context.logits
         params = context.model_context.settings.params
         blocks = find_blocks(context.model, context.batch, params, self.name)
         return frozenset(name for block in blocks[-BLOCKS:] for name in block)
 
     def num_directions(self, classes: int) -> int:
-        """The number of backward passes: one for each class, or for each contrast of sampled classes."""
+        """Count the backward passes: one for each class, or for each contrast of sampled classes.
+
+        Args:
+            classes: the number of classes of the model.
+        """
         return min(classes, 2 + PAIRED + DRAWN)
 
     def _contrasts(self, context: BatchContext) -> ContrastedClasses:

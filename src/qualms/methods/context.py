@@ -90,7 +90,7 @@ class ModelContext:
         return result
 
     def training_batches(self, method: str) -> Iterator[Batch]:
-        """Yield the batches of training inputs without labels.
+        """Yield the batches of training inputs, without their labels.
 
         Args:
             method: the name of the method that needs the data, for the error if there are none.
@@ -112,7 +112,7 @@ class ModelContext:
 
     @property
     def plain_pass(self) -> PassMemory:
-        """A plain forward pass, whose memory is measured."""
+        """A plain forward pass, described so that `PassMemory` can measure the memory it takes."""
 
         def run(row: Batch) -> Tensor:
             return forward_with_head(self.model, row)[0]
@@ -135,7 +135,7 @@ class ModelContext:
 
         Args:
             batch: inputs of the shape of the rows.
-            times: how many times the memory of the graph the pass takes.
+            times: the memory of the pass, as a multiple of that of its forward pass with a graph.
         """
 
         def run(row: Batch) -> Tensor:
@@ -225,6 +225,7 @@ class BatchContext:
             indices += group
             logits.append(z)
             heads.append(head)
+        # From the groups back to the order of the batch.
         order = torch.tensor(indices).argsort()
         head = Head.concatenate(heads)
         joined = torch.cat(logits)[order]
@@ -233,7 +234,9 @@ class BatchContext:
 
     @property
     def known_logits(self) -> Float[Tensor, "b c"] | None:
-        """The logits that the exact engine compares its own with; None if it will not run."""
+        """The logits of the plain pass, which the exact engine compares with those that it computes
+        itself; None if it will not run.
+        """
         return self._plain_results[0] if self.model_context.compares else None
 
     @property
@@ -298,6 +301,8 @@ class BatchContext:
     ) -> LayerTable:
         """Compute gradient norms of every layer, [b, m, l], by the engine of the settings.
 
+        Scores that ask for the same table share it.
+
         Args:
             directions: the m directions of the logits that gradients are taken along.
             smooth: input noise that gradients are averaged over; None for no noise.
@@ -308,6 +313,7 @@ class BatchContext:
         def compute() -> LayerTable:
             request = self.request(directions, smooth)
             cache = self.model_context.cache
+            # regrouped: these logits were computed in other groups of inputs than the engine's.
             return layer_table([request], cache, regrouped=self.known_logits, lam=lam)
 
         return self.once(("norms", directions, smooth, lam), compute)
@@ -325,10 +331,10 @@ class BatchContext:
         Backward passes stop at the first of these parameters.
 
         Args:
-            params: names of the parameters.
+            params: the names of the parameters.
             directions: the m directions of the logits that gradients are taken along.
             gram: whether the table has inner products [b, l, m, m] in place of norms [b, m, l].
-            granularity: what a layer is.
+            granularity: what counts as a layer: `module`, `tensor` or `block`.
         """
 
         def compute() -> LayerTable:
@@ -354,7 +360,7 @@ class BatchContext:
         """Compute log p(y | x) and log p(y | x + Δx) for each draw of Δx, in parts.
 
         Args:
-            noise: the level and the number of draws.
+            noise: the noise level σ and the number of draws.
 
         Yields:
             The index of the input that each row belongs to, and log p of the rows. Rows come input
@@ -362,6 +368,7 @@ class BatchContext:
         """
         rows_per_sample = noise.draws + 1
         inputs = num_samples(self.batch)
+        # The noise of all rows of an input exists at once, even if these rows run in parts.
         held = rows_per_sample * batch_tensors(self.batch)[0][:1].nbytes
         at_once = self.model_context.rows_at_once(self.batch, inputs * rows_per_sample, held)
         sample_of_row = torch.arange(inputs, device=self.device).repeat_interleave(rows_per_sample)
@@ -378,15 +385,15 @@ class BatchContext:
 
     @torch.no_grad()
     def forward(self, rows: ModelInput) -> Float[Tensor, "rows c"]:
-        """Run a plain forward pass over all rows at once."""
+        """Compute the logits of all rows at once, whether or not they fit the budget."""
         return forward_logits(self.model, rows)
 
     @torch.no_grad()
     def forward_all(self, batch: Batch | None = None, held: int = 0) -> Float[Tensor, "b c"]:
-        """Run a plain forward pass in parts that fit the budget.
+        """Compute the logits of a batch by plain forward passes, in parts that fit the budget.
 
         Args:
-            batch: inputs; those of this context by default.
+            batch: the inputs; the batch of this context by default.
             held: bytes that are occupied during the pass by other tensors.
         """
         batch = self.batch if batch is None else batch
@@ -394,14 +401,14 @@ class BatchContext:
         return torch.cat([forward_logits(self.model, ModelInput(part)) for part in parts])
 
     def chunks(self, batch: Batch) -> Iterable[Batch]:
-        """Split a batch into parts that fit a plain forward pass."""
+        """Split a batch into parts whose plain forward pass fits the budget."""
         return parts_of(batch, self.model_context.rows_at_once(batch))
 
     def chunks_with_graph(self, times: int = 1) -> Iterable[Batch]:
-        """Split this batch into parts that fit a forward and backward pass.
+        """Split this batch into parts whose forward and backward pass fits the budget.
 
         Args:
-            times: how many times the memory of the graph the pass takes.
+            times: the memory of the pass, as a multiple of that of its forward pass with a graph.
         """
         return parts_of(
             self.batch,
@@ -411,9 +418,12 @@ class BatchContext:
     def blocks(self, bytes_each: int, what: str, max_inputs: int | None = None) -> Iterator[slice]:
         """Split the inputs into blocks whose results take at most a quarter of the budget.
 
+        A block has at least one input; an error is raised if the results of one input do not fit
+        the whole budget.
+
         Args:
-            bytes_each: the size of what is held for one input.
-            what: a name for what is held, for the error if one input does not fit.
+            bytes_each: the bytes of the results of one input.
+            what: a name for these results, for the error.
             max_inputs: the largest number of inputs in a block; None for no limit.
         """
         budget = self.model_context.settings.budget

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from qualms.gradients.directions import uniform
 
-AT_ONCE = 2**19  # entries of q at a time; a dozen copies exist while a divergence is computed
+# Entries of q at a time; a dozen copies exist while a divergence is computed.
+AT_ONCE = 2**19
 
 
 def log_softmax(logits: Float[Tensor, "... c"]) -> Float[Tensor, "... c"]:
@@ -50,6 +51,8 @@ def kl(log_q: Float[Tensor, "... c"], log_p: Float[Tensor, "... c"]) -> Float[Te
     The sum is taken as Σ_c (q_c log(q_c / p_c) - q_c + p_c), in which no term is negative, so that
     nothing cancels.
     """
+    # With r = log(q / p) a term is q (r + e⁻ʳ - 1), or in other words p (r eʳ - eʳ + 1). The first
+    # form is accurate for r > 0, the second for r ≤ 0; each gets an r clamped to its own side.
     r = log_q - log_p
     up = r.clamp_min(0)
     down = r.clamp_max(0)
@@ -60,11 +63,16 @@ def kl(log_q: Float[Tensor, "... c"], log_p: Float[Tensor, "... c"]) -> Float[Te
 
 def distance_from_uniform(logits: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
     """Compute Σ_c |p_c - 1/C|, accurate where p is nearly uniform."""
-    return uniform(logits[:, None])[0, :, 0].abs().sum(-1)
+    return uniform(logits[:, None])[0, :, 0].abs().sum(-1)  # `uniform` is 1/C - p
 
 
 def expected_kl(log_q: Float[Tensor, "b n c"], log_p: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
-    """Compute E_n KL(q_n ‖ p), the mean over draws n."""
+    """Compute E_n KL(q_n ‖ p), the mean over draws n.
+
+    Args:
+        log_q: log q_n of each input and draw n.
+        log_p: log p of each input.
+    """
     return kl(log_q, log_p[:, None]).mean(1)
 
 
@@ -72,6 +80,9 @@ def mutual_information(log_q: Float[Tensor, "b n c"]) -> Float[Tensor, " b"]:
     """Compute mutual information between the prediction and the draw, from log q_n of each draw n.
 
     It is H(E_n q_n) - E_n H(q_n), computed as E_n KL(q_n ‖ E_n q_n), a block of classes at a time.
+
+    Args:
+        log_q: log q_n of each input, draw n and class.
     """
     inputs, draws, _ = log_q.shape
     classes = max(1, AT_ONCE // (inputs * draws))

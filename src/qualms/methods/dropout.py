@@ -91,12 +91,14 @@ class InsertedDropout(MonteCarlo):
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute mutual information over the predictions with each mask."""
+        # One mask for each draw, shared by all inputs: [draws, features].
         head = context.head
         size = (self.draws, head.features.shape[1])
         uniform = torch.rand(size, generator=generator(context.seed, 0))
         masks = uniform.to(head.features.device) >= self.p
 
         def log_probs(block: slice) -> Iterator[Tensor]:
+            """Yield log p of some inputs for several masks at a time, [b, d, c]."""
             features = head.features[block]
             for mask_block in masks.split(draws_at_once(len(features), len(head.weight))):
                 logits = head.logits(drop(features, mask_block, self.p))
@@ -141,6 +143,7 @@ class MCDropout(MonteCarlo):
             )
 
         def log_probs(block: slice) -> Iterator[Tensor]:
+            """Yield log p of some inputs for one draw after the other, [b, 1, c]."""
             part = take_samples(context.batch, block)
             replay = _Replay()
             for draw in range(self.draws):
@@ -148,6 +151,7 @@ class MCDropout(MonteCarlo):
                 yield log_softmax(logits.double())[:, None]
 
         def run(row: Batch) -> Tensor:
+            """Run one recorded pass, to measure its memory."""
             return _forward_thinned(context, layers, row, 0, _Replay())
 
         model_context, batch = context.model_context, context.batch
@@ -199,6 +203,7 @@ def _apply_masks(
     """
 
     def mask(layer: Any, _args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """Apply dropout to the result of a dropout layer; a hook that runs after the layer."""
         replay.end_prefix()
         if out.shape[0] != rows:
             raise QualmsError(
@@ -206,7 +211,7 @@ def _apply_masks(
                 "batch, so mc-dropout cannot use one mask for all inputs; use inserted-dropout."
             )
         shape: tuple[int, ...] = (1, *out.shape[1:])
-        if isinstance(layer, CHANNEL_DROPOUT):
+        if isinstance(layer, CHANNEL_DROPOUT):  # drops whole channels
             shape = (1, out.shape[1], *[1] * (out.ndim - 2))
         stays = torch.rand(shape, generator=noise).to(out.device) >= layer.p
         return out * stays / (1 - layer.p)
@@ -222,13 +227,20 @@ def _apply_masks(
 class _Replay:
     """Repeats a forward pass; what comes before `end_prefix` is computed only once.
 
-    Later runs return the results of the first run's operations again. If a later operation changes one
-    of them in place, they cannot be used, and later runs compute everything.
+    Later runs return the results of the first run's operations again. If a later operation changes
+    one of them in place, they cannot be used, and later runs compute everything.
+
+    Attributes:
+        results: the results of the operations before `end_prefix`, in order; None before the first
+            run, and if they cannot be used.
     """
 
     def __init__(self) -> None:
-        self.results: list[Any] | None = None  # None: not run yet, or not reusable
-        self._versions: list[int] = []
+        self.results: list[Any] | None = None
+        self._versions: list[
+            int
+        ] = []  # the version counters of the results at the end of the prefix
+        # Of the current run; None if nothing is recorded.
         self._mode: _ReplayMode | None = None
         self._is_reusable = True
 
@@ -243,7 +255,7 @@ class _Replay:
             yield
         if self.results is None:
             self.results = self._mode.results
-        if self._versions != _versions(self.results):
+        if self._versions != _versions(self.results):  # changed in place
             self._is_reusable = False
             self.results = None
 
@@ -256,7 +268,7 @@ class _Replay:
 
 
 def _versions(results: list[Any]) -> list[int]:
-    """The version counter of every tensor in some results; an in-place operation increments it."""
+    """Return the version counters of the tensors in `results`; in-place operations increment them."""
     return [t._version for t in tensors_in(results)]
 
 
@@ -282,7 +294,9 @@ class _ReplayMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, unless its result is known.
+        """Run an operation and record its result, or return the result of the first run.
+
+        After the prefix, operations just run.
 
         Args:
             func: the operation.

@@ -92,7 +92,7 @@ def gradient_densities(
 
 
 def gaia_z(densities: Float[Tensor, "b channels"]) -> Float[Tensor, " b"]:
-    """GAIA-Z: the mean over channels of density²."""
+    """GAIA-Z: the mean over channels of density², the density as in `gradient_densities`."""
     return densities.square().mean(1)
 
 
@@ -132,13 +132,14 @@ class GAIA(Method):
 
     @property
     def extra_passes(self) -> float:
-        """A forward and a backward pass."""
+        """A forward pass, and a backward pass that counts as two."""
         return 3.0
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute the mean over channels of density², and check that densities carry information."""
         densities: list[Tensor] = []
-        has_flat = False  # whether an operation can have zero gradients, such as a ReLU
+        # Whether an operation can have zero gradients, such as a ReLU.
+        has_flat = False
         with all_parameters_differentiable(context.model):
             for part in context.chunks_with_graph(times=2):
                 density, is_flat = _measure_densities(context, part)
@@ -160,8 +161,8 @@ def _densities_vary(context: BatchContext, has_flat: bool) -> bool:
     """Whether densities differ between inputs of noise, so that they carry information.
 
     Args:
-        context: inputs of the shape in question.
-        has_flat: the answer if no inputs of noise can be made.
+        context: real inputs, whose shape the noise gets.
+        has_flat: the answer if noise cannot be made for this model.
     """
     try:
         noise = noise_inputs(context, NOISE_INPUTS, GAIA.name)
@@ -177,9 +178,19 @@ def _measure_densities(
     context: BatchContext,
     part: Batch,
 ) -> tuple[Float[Tensor, "b channels"], bool]:
-    """Compute the densities of all channels, and whether an operation can have zero gradients."""
+    """Run some inputs forward and backward, and compute the densities of all channels.
+
+    Args:
+        context: the context that holds the model.
+        part: the inputs.
+
+    Returns:
+        The densities, and whether an operation of the model, such as a ReLU, can have zero
+        gradients.
+    """
     recorder = MapRecorder(num_samples(part))
     logits = forward_logits(context.model, ModelInput(part), recorder)
+    # Where the feature maps enter the autograd graph.
     edges = recorder.edges()
     gradients: list[Tensor] = []
     if edges:

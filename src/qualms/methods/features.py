@@ -49,6 +49,10 @@ def activation_spread(features: Float[Tensor, "b f"], percentile: float) -> Floa
 
     Negative features count as zero, so r is at least 1 and finite. Without a positive feature r is
     1.
+
+    Args:
+        features: h.
+        percentile: from 0 to 100.
     """
     active = features.double().relu()
     total = active.sum(1)
@@ -80,7 +84,7 @@ def scale(
     features: Float[Tensor, "b f"],
     percentile: float = 85.0,
 ) -> Float[Tensor, " b"]:
-    """SCALE: energy of the logits of exp(r) h.
+    """SCALE: energy of the logits of exp(r) h, with r the `activation_spread` of h.
 
     Args:
         logits: z, the logits of h.
@@ -94,8 +98,9 @@ def scale(
 
 @dataclass(frozen=True)
 class SCALE(Method):
-    """Energy of the logits after the last layer's features are multiplied by exp(r).
+    """Energy of the logits after the features h of the last layer are multiplied by exp(r).
 
+    r is the `activation_spread`: the sum of the positive features, divided by that of the largest.
     Features whose activation is spread widely are made larger; nothing is pruned. Negative features
     are scaled like the rest. The percentile is the paper's for ImageNet.
 
@@ -128,7 +133,7 @@ class SCALE(Method):
 
 
 def prune_features(features: Float[Tensor, "b f"], percentile: float) -> Float[Tensor, "b f"]:
-    """Set all features up to a percentile to zero."""
+    """Keep the `largest_features`, those above a percentile, and set the others to zero."""
     values, index = largest_features(features, percentile)
     return torch.zeros_like(features).scatter(1, index, values)
 
@@ -140,6 +145,8 @@ def ash_s(
     percentile: float = 90.0,
 ) -> Float[Tensor, " b"]:
     """ASH-S: energy of the logits of exp(r) h, with all h_i up to the percentile set to zero.
+
+    r is the `activation_spread` of h before it is pruned.
 
     Args:
         features: h, which the last linear layer reads.
@@ -154,7 +161,7 @@ def ash_s(
 @dataclass(frozen=True)
 class ASHS(Method):
     """Energy of the logits after the last layer's features are pruned and the rest multiplied by
-    exp(r).
+    exp(r), with r the `activation_spread` of all features.
 
     The largest features are kept whatever their sign. The percentile is the paper's for ImageNet.
 
@@ -191,14 +198,20 @@ def lts(
     features: Float[Tensor, "b f"],
     percentile: float = 95.0,
 ) -> Float[Tensor, " b"]:
-    """LTS: energy of r² z, -log Σ_c exp(r² z_c)."""
+    """LTS: energy of r² z, -log Σ_c exp(r² z_c), with r the `activation_spread` of the features.
+
+    Args:
+        logits: z.
+        features: h, which the last linear layer reads.
+        percentile: p in the definition of r.
+    """
     factors = activation_spread(features, percentile) ** 2
     return energy(logits * factors[:, None])
 
 
 @dataclass(frozen=True)
 class LTS(Method):
-    """Energy of the logits multiplied by r².
+    """Energy of the logits multiplied by r², with r the `activation_spread` of the features.
 
     The 95th percentile compares with the largest 5 % of the features. Negative features count as
     zero in r, as in the authors' code.
@@ -231,7 +244,12 @@ def gradnorm_huang(
     logits: Float[Tensor, "b c"],
     features: Float[Tensor, "b f"],
 ) -> Float[Tensor, " b"]:
-    """Minus ‖∇_W KL(uniform ‖ p)‖₁ = -Σ_c |p_c - 1/C| · ‖h‖₁; the gradient is (p - 1/C) hᵀ."""
+    """Minus ‖∇_W KL(uniform ‖ p)‖₁ = -Σ_c |p_c - 1/C| · ‖h‖₁; the gradient is (p - 1/C) hᵀ.
+
+    Args:
+        logits: the logits, whose softmax is p.
+        features: h, which the last linear layer reads; W is this layer's weight.
+    """
     return -distance_from_uniform(logits) * features.double().abs().sum(-1)
 
 
@@ -266,8 +284,9 @@ class GradNormHuang(Method):
 
 
 def row_space(weight: Float[Tensor, "c f"]) -> Float[Tensor, "r f"]:
-    """Compute an orthonormal basis V of the row space of a layer's weight: its right singular
-    vectors.
+    """Compute an orthonormal basis of the row space of a weight: its right singular vectors.
+
+    Singular vectors whose singular values are no more than rounding are left out.
 
     Raises:
         QualmsError: if the row space is empty, or all of the feature space.
@@ -294,7 +313,7 @@ def clafr(features: Float[Tensor, "b f"], basis: Float[Tensor, "r f"]) -> Float[
 
     Args:
         features: h.
-        basis: V, such as the `row_space` of the last layer's weight.
+        basis: Vᵀ, with basis vectors as rows, such as the `row_space` of the last layer's weight.
     """
     h = features.double()
     size = h.norm(dim=1)

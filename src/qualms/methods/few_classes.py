@@ -44,14 +44,18 @@ if TYPE_CHECKING:
     from qualms.methods.gradient_score import GradientScore
 
 FIRST = 8  # the least number of classes that an input begins with
-STEP = 6  # classes are added in multiples of it, so that inputs run together
-FOR_LAYERS = 12  # the number of classes that `layer_sums_by_few_classes` measures
+# Classes are added in multiples of it, so that inputs run together.
+STEP = 6
+# The number of classes that `layer_sums_by_few_classes` measures.
+FOR_LAYERS = 12
 TINY = torch.finfo(torch.double).tiny
 
 
 @dataclass(frozen=True)
 class ClassSums:
     """Estimates Σ_c w_c ‖g_c‖ⁿ of a batch by several methods, with errors within the tolerance.
+
+    `head`, the last linear layer's weight, helps to guess which classes count most.
 
     Attributes:
         request: the batch, with the settings of the gradients.
@@ -82,21 +86,27 @@ class ClassSums:
 
     @property
     def spread(self) -> float:
-        """The usual relative deviation of ‖g_c‖ from what the classifier's weight rows predict."""
+        """The usual relative deviation of ‖g_c‖ from what the classifier's weight rows predict.
+
+        It is smaller if early layers count less in all methods.
+        """
         is_late = self.lam is not None and self.lam > 0
         return LATE_SPREAD if is_late else WHOLE_SPREAD
 
     @property
     def powers(self) -> Float[Tensor, "m 1"]:
-        """The power n of the norms in each method."""
+        """The power n of the norms in each of the m methods, as a column."""
         return torch.tensor([[float(m.power)] for m in self.methods], dtype=torch.double)
 
     def first_numbers(self, logits: Float[Tensor, "b c"]) -> Int[Tensor, " b"]:
-        """Compute how many classes each input begins with; all of them if half would not be enough."""
+        """Compute how many classes each input begins with; all of them if half would not be enough.
+
+        It is the least number tried whose expected error is within the tolerance.
+        """
         sizes = self.sizes(logits)
         classes = logits.shape[1]
         numbers = torch.full((len(logits),), classes, device=logits.device)
-        is_open = torch.ones_like(numbers, dtype=torch.bool)
+        is_open = torch.ones_like(numbers, dtype=torch.bool)  # inputs without a number yet
         number = FIRST
         while 2 * number <= classes and bool(is_open.any()):
             chances = inclusion_chances(sizes, number)
@@ -108,8 +118,13 @@ class ClassSums:
         return numbers
 
     def estimate(self, logits: Float[Tensor, "b c"]) -> "dict[GradientScore, Estimate]":
-        """Estimate the scores of all methods, with standard errors."""
+        """Estimate the scores of all methods, with standard errors.
+
+        Args:
+            logits: the logits of a plain forward pass.
+        """
         sums = self._attempt(logits)
+        # Fewer early layers are skipped by now: begin anew.
         while sums is None:
             sums = self._attempt(logits)
         values, errors = sums
@@ -134,6 +149,7 @@ class ClassSums:
         turn = 0
         num_skipped: int | None = None
         while bool(numbers.any()):
+            # How many classes each input measures next.
             following = torch.zeros_like(numbers)
             for number in numbers[numbers > 0].unique().tolist():
                 index = (numbers == number).nonzero().flatten()
@@ -150,7 +166,7 @@ class ClassSums:
         return values, errors
 
     def sizes(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """Compute the sizes of the classes of each input, in proportion to which they are drawn."""
+        """Guess |w_c| ‖g_c‖ⁿ of each class up to a factor; classes are drawn by these sizes."""
         return _mean_sizes(self.methods, self.head)(logits.double().softmax(-1))
 
     def _measure(
@@ -165,7 +181,7 @@ class ClassSums:
         Args:
             index: the indices of the n inputs in the batch.
             number: how many classes to measure for each of these inputs.
-            turn: how often classes of these inputs were measured before.
+            turn: how many turns these inputs had before; it decides the random draw.
             tally: the terms of all inputs so far; changed in place.
 
         Returns:
@@ -178,8 +194,8 @@ class ClassSums:
             tally.replace(index, self._terms(table, all_classes))
             return table
         if turn == 0:
-            # Drawn by the logits that the engine computes: inputs that influence each other are
-            # run alone.
+            # The engine's own logits decide the draw. If inputs influence each other it runs them
+            # alone, and these logits differ from those of the plain pass.
             sample = SampledClasses(("drawn",), _mean_sizes(self.methods, self.head), number, seed)
             table = self._table(index, sample)
             classes, chances = sample.draw(table.logits)
@@ -192,7 +208,7 @@ class ClassSums:
         return table
 
     def _table(self, index: Int[Tensor, " n"], directions: Directions) -> LayerTable:
-        """Compute the norms of some inputs along given directions.
+        """Compute the gradient norms of some inputs along given directions.
 
         Args:
             index: the indices of the inputs in the batch.
@@ -209,7 +225,12 @@ class ClassSums:
         return layer_table([request], self.cache, regrouped=known_logits, lam=self.lam)
 
     def _terms(self, table: LayerTable, classes: Int[Tensor, "n d"]) -> Float[Tensor, "m n d"]:
-        """Compute w_c ‖g_c‖ⁿ of the classes of a table, for each of the m methods."""
+        """Compute w_c ‖g_c‖ⁿ of the classes of a table, for each of the m methods.
+
+        Args:
+            table: gradient norms of n inputs along d directions, one for each class.
+            classes: the classes of these directions.
+        """
         terms: list[Tensor] = []
         for m in self.methods:
             norms = total_norms(table.values.double(), m.layers, self.request.settings.norm)
@@ -236,21 +257,26 @@ class ClassSums:
         """
         classes = tally.sizes.shape[1]
         value, error = tally.total(index)
-        size = value.abs()
-        fixed = self.powers.to(size) * left_out * size  # error that further classes do not lower
+        size = value.abs()  # the tolerance is relative to it
+        # Error that further classes do not lower.
+        fixed = self.powers.to(size) * left_out * size
         whole = torch.hypot(error, fixed)
+        # What the squared sampling error may be. It falls like 1 / (number of classes), so the
+        # method that needs most classes decides how many are missing: at least one, at most twice
+        # as many as were measured.
         room = ((self.tolerance * size).square() - fixed.square()).clamp_min(TINY)
         measured = tally.number[index]
         missing = (error.square() / room).amax(0) * measured - measured
         missing = missing.clamp(1).minimum(2.0 * measured)
         further = (missing / STEP).ceil().long() * STEP
+        # Measure all classes rather than more than half of them.
         further[2 * (measured + further + tally.certain[index].sum(-1)) > classes] = classes
         is_done = tally.whole[index] | (whole <= self.tolerance * size).all(0)
         return value, whole, torch.where(is_done, 0, further)
 
 
 def _next_number(number: int) -> int:
-    """The next number of classes to try: 8, 10, 12, 15, 18, 22, …"""
+    """Return the next number of classes to try: 8, 10, 12, 15, 18, 22, …"""
     return number + max(2, number // 4)
 
 
@@ -282,7 +308,8 @@ def layer_sums_by_few_classes(
 def _mean_sizes(methods: "Sequence[GradientScore]", head: Float[Tensor, "c d"] | None) -> Sizes:
     """Create the function that computes from probabilities the sizes by which classes are drawn.
 
-    A class has a size for each method; their mean counts.
+    The size of a class guesses |w_c| ‖g_c‖ⁿ up to a factor. It is the mean of one guess for each
+    method.
 
     Args:
         methods: the scores.
@@ -290,6 +317,7 @@ def _mean_sizes(methods: "Sequence[GradientScore]", head: Float[Tensor, "c d"] |
     """
 
     def sizes(probs: Tensor) -> Tensor:
+        """Compute the sizes [b, c] from the probabilities [b, c]."""
         lengths = class_lengths(probs, head)
         per_method = [class_sizes(m.weights(probs), lengths, m.power) for m in methods]
         return torch.stack(per_method).mean(0)

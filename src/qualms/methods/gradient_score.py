@@ -44,6 +44,10 @@ LAMBDA = 0.3
 
 
 def _as_smoothing(value: Any) -> Smoothing | None:
+    """Return a `Smoothing` or None unchanged; raise a ValueError for other values.
+
+    This is the `convert` function of the rule `SMOOTHING`.
+    """
     if value is not None and not isinstance(value, Smoothing):
         raise ValueError
     return value
@@ -53,13 +57,15 @@ SMOOTHING = Rule("a qualms.Smoothing, or None", _as_smoothing)
 
 
 def weighted_sum(norms: Float[Tensor, "b m"], weights: Float[Tensor, "b m"]) -> Float[Tensor, " b"]:
-    """Σ_m w_m ‖g_m‖."""
+    """Compute Σ_m w_m n_m of each input, n_m a norm ‖g_m‖ or a power of it."""
     return (weights * norms).sum(-1)
 
 
 @dataclass(frozen=True)
 class GradientScore(Method):
-    """Σ_m w_m ‖g_m‖ over the gradients along its directions.
+    """Σ_m w_m ‖g_m‖, a weighted sum of the norms of gradients g_m along m directions of the logits.
+
+    A subclass sets `direction`, and computes the weights in `weights`.
 
     Attributes:
         layers: λ of `+layers(λ)`; None leaves the modifier out. (Unrelated to `layers=` of
@@ -102,7 +108,7 @@ class GradientScore(Method):
 
     @abstractmethod
     def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b m"]:
-        """Compute the weight w_m of each gradient from the probabilities."""
+        """Compute the weight w_m of each gradient from the probabilities p of the classes."""
 
     def weights_at(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b m"]:
         """Compute the weights w_m from the logits, in double precision."""
@@ -129,18 +135,20 @@ class GradientScore(Method):
         return estimates[self]
 
     def is_estimate(self, context: BatchContext) -> bool:
-        """Whether scores come from random tangents, or from some of many classes."""
+        """Whether scores are estimated, from random tangents or from a subset of the classes."""
         return context.model_context.settings.sketch is not None or self.uses_class_sampling(
             context
         )
 
     def uses_class_sampling(self, context: BatchContext) -> bool:
-        """Whether some of many classes stand for all of them."""
+        """Whether the score is estimated from a subset of the classes, as there are many."""
         settings = context.model_context.settings
         return self.direction == "classes" and uses_class_sampling(settings, context.num_classes)
 
     def layer_sums(self, context: BatchContext) -> tuple[list[str], Float[Tensor, "b l"]]:
         """Compute Σ_c w_c ‖g_cl‖ⁿ of each layer l, or estimate it from a subset of the classes.
+
+        g_cl is the part of the gradient g_c that belongs to layer l, and n is `power`.
 
         Returns:
             The names of the layers, and their sums.
@@ -154,7 +162,7 @@ class GradientScore(Method):
         return table.layers, torch.einsum("bc,bcl->bl", weights, norms**self.power)
 
     def note(self, context: BatchContext) -> str | None:
-        """Say if scores are estimated from some of the classes, and how well."""
+        """Return a sentence if scores are estimated from a subset of the classes; else None."""
         if not self.uses_class_sampling(context):
             return None
         tolerance = context.model_context.settings.tolerance or 0.0
@@ -180,7 +188,11 @@ class GradientScore(Method):
         return spec
 
     def in_units(self, scale: Scale) -> "GradientScore":
-        """Convert σ of smoothing to the units of the model's input."""
+        """Return the score with σ of its smoothing converted to the units of the model's input.
+
+        Args:
+            scale: converts a level in pixels to these units.
+        """
         if self.smooth is None:
             return self
         sigma = convert_noise(self.smooth.sigma, scale)
@@ -213,7 +225,12 @@ class GradientPass:
 
     @classmethod
     def of_scorer(cls, context: BatchContext, smooth: Smoothing | None) -> "GradientPass":
-        """Create the pass of all gradient scores of the scorer with this smoothing."""
+        """Create the pass of all gradient scores of the scorer with this smoothing.
+
+        Args:
+            context: the batch; its `model_context` holds the gradient scores.
+            smooth: the smoothing; None for the scores without one.
+        """
         methods = tuple(m for m in context.model_context.gradient_methods if m.smooth == smooth)
         lambdas = [m.layers for m in methods if m.layers is not None]
         has_lambdas = bool(lambdas) and len(lambdas) == len(methods)
@@ -222,7 +239,7 @@ class GradientPass:
     @classmethod
     def for_method(cls, method: GradientScore, context: BatchContext) -> "GradientPass":
         """Create the pass shared by the scorer's methods, or a separate pass for a method that is not
-        one of them.
+        one of them. A separate pass skips no layers.
         """
         if method in context.model_context.gradient_methods:
             return cls.of_scorer(context, method.smooth)
@@ -234,7 +251,7 @@ class GradientPass:
         return Directions(tuple(dict.fromkeys(m.direction for m in self.methods)))
 
     def columns(self, method: GradientScore, context: BatchContext) -> slice:
-        """The slice of the axis m of the pass's norms that holds the directions of one score."""
+        """Find where the directions of one score are on the axis m of the pass's norms."""
         return self.directions.columns(method.direction, context.num_classes)
 
 
@@ -253,10 +270,14 @@ def _norms(
 
 
 def _measure(method: GradientScore, context: BatchContext) -> Estimate:
-    """Compute the score from exact norms; its error is the share that skipped layers may add."""
+    """Compute the score from exact norms; its error is the share that skipped layers may add.
+
+    With n = `method.power`, a share s of a norm is about n·s of its n-th power.
+    """
     table, layer_norms = _norms(method, context)
     norms = total_norms(layer_norms, method.layers, context.model_context.settings.norm)
-    # The table's logits: inputs that influence each other were run alone by the engine.
+    # The table's logits, not the context's: the engine runs inputs alone if they influence each
+    # other, and its logits then differ.
     weights = method.weights_at(table.logits)
     values = weighted_sum(norms**method.power, weights)
     return Estimate(values, method.power * table.left_out * values.abs())
@@ -309,6 +330,7 @@ def _sketched_sum(
         logits: the logits of the inputs.
     """
     weights = method.weights_at(logits)
+    # `weighted_error` takes the derivative of the sum with respect to each norm: w, or 2 w ‖g‖.
     if method.power == 2:
         values = weighted_sum(projections.square, weights)
         return Estimate(values, projections.weighted_error(norms, 2 * weights * norms))
@@ -323,7 +345,7 @@ def _skip_early_layers(
     lam: float | None,
     context: BatchContext,
 ) -> tuple[GradientRequest, float]:
-    """Restrict a request to the layers that the tolerance does not allow to skip.
+    """Restrict a request to the late layers, if the tolerance allows skipping the early ones.
 
     Args:
         request: the request for all layers.
@@ -332,10 +354,11 @@ def _skip_early_layers(
 
     Returns:
         The request for the late layers, and the largest share of a score that the skipped early
-        layers contribute.
+        layers contribute; the given request and 0 if no layer can be skipped.
     """
     late = find_layer_cut(request, lam, context.model_context.cache)
     while late is not None and late.num_early:
+        # Checks a sample now and then. If its early layers count too much, fewer are skipped.
         if late.confirm_blindly(request):
             return late.narrow(request), late.share
     return request, 0.0

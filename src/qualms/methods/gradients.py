@@ -51,7 +51,7 @@ class REGrad(GradientScore):
         return probs.sqrt()
 
     def weights_at(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """By logarithms: the root of a probability that is zero in double precision need not be."""
+        """Compute sqrt(p_c) in log space: it can be positive where p_c itself underflows."""
         return (log_softmax(logits.double()) / 2).exp()
 
 
@@ -117,7 +117,7 @@ class UNGrad(GradientScore):
     direction = "classes"
 
     def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """1/C, whatever the probabilities."""
+        """1/C for every class, whatever the probabilities."""
         return torch.full_like(probs, 1 / probs.shape[-1])
 
 
@@ -233,7 +233,8 @@ class GradNorm(GradientScore):
 def negrad(gradients: Float[Tensor, "b c p"], probs: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
     """NEGrad: ‖Σ_c p_c g_c‖, from all class gradients g_c = ∇θ log p_c.
 
-    With p of another input than the gradients, as with smoothing, it is not zero.
+    This is zero if the probabilities p belong to the same input as the gradients. With smoothing
+    they do not.
     """
     return (probs[:, :, None] * gradients).sum(1).norm(dim=-1)
 
@@ -271,7 +272,11 @@ class NEGrad(GradientScore):
 def confounding_label(
     gradient: Float[Tensor, "b p"],
 ) -> Float[Tensor, " b"]:
-    """Minus ‖∇θ L‖, from the gradient of L, the binary cross-entropy with every class on."""
+    """Minus ‖∇θ L‖, L the binary cross-entropy with every class on.
+
+    Args:
+        gradient: ∇θ L of each input, over all p parameters.
+    """
     return -gradient.norm(dim=-1)
 
 
@@ -279,11 +284,11 @@ def confounding_label(
 class ConfoundingLabel(GradientScore):
     """Minus ‖∇θ L‖, with L the binary cross-entropy of the logits with every class on.
 
-    The label that turns every class on at once was never seen in training, and the update that it
-    asks for depends on what the model knows of the input. Lee & AlRegib train a detector on such
-    magnitudes, which leaves their sign to training. On classifiers trained with softmax a confident
-    input asks for the larger update, since all other logits are far down: hence the minus. A shift
-    of all logits changes it.
+    The label that turns every class on at once was never seen in training, and the weight update
+    that it asks for depends on what the model knows of the input. Lee & AlRegib train a detector on
+    such magnitudes, which leaves their sign to training. On classifiers trained with softmax a
+    confident input asks for the larger update, since all other logits are far down: hence the
+    minus. A shift of all logits changes it.
 
     Example:
         ```python

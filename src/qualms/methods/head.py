@@ -36,18 +36,18 @@ class Head:
     bias: Float[Tensor, " c"] | None
 
     def logits(self, features: Float[Tensor, "... f"]) -> Float[Tensor, "... c"]:
-        """Apply the layer to other features."""
+        """Apply the linear layer to other features."""
         return F.linear(features, self.weight, self.bias)
 
     def take(self, index: Int[Tensor, " b"]) -> "Head":
-        """Return the head with the features of some of the inputs."""
+        """Return the head with the features of some of the inputs, selected by their indices."""
         return replace(self, features=self.features[index.to(self.features.device)])
 
     @staticmethod
     def concatenate(
         parts: "list[Head | QualmsError]",
     ) -> "Head | QualmsError":
-        """Join the heads of several parts of a batch; the first error, if a part has no head."""
+        """Join the heads of the parts of a batch; return the first error if a part has no head."""
         heads: list[Head] = []
         for part in parts:
             if isinstance(part, QualmsError):
@@ -58,7 +58,7 @@ class Head:
 
 
 def require_head(head: Head | QualmsError) -> Head:
-    """Return the head, or raise the error that there is none."""
+    """Return the head, or raise the error that was recorded because there is none."""
     if isinstance(head, QualmsError):
         raise head
     return head
@@ -76,7 +76,8 @@ def forward_with_head(
         rows: the inputs of the model.
 
     Returns:
-        The logits, and the head, or an error if no linear layer computes them.
+        The logits, and the head; in its place an error, not raised, if no linear layer computes the
+        logits.
     """
     recorder = _LinearRecorder()
     model_input = rows if isinstance(rows, ModelInput) else ModelInput(rows)
@@ -90,9 +91,14 @@ def forward_with_head(
 
 
 class _LinearRecorder(TorchFunctionMode):
-    """Records the arguments and results of the latest linear layers."""
+    """Records the arguments and results of the latest linear layers.
 
-    MAX_CALLS = 4  # calls that are kept, as a model may end in several heads
+    Attributes:
+        calls: (input, weight, bias, result) of each recorded call, the latest last.
+    """
+
+    # Calls that are kept, as a model may end in several heads.
+    MAX_CALLS = 4
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,6 +172,7 @@ def without_head(
     Returns:
         The blocks that have parameters left.
     """
+    # The head has detached tensors, which share the memory of the parameters.
     names = {p.data_ptr(): name for name, p in model.named_parameters()}
     of_head: list[str] = []
     for tensor in (head.weight, head.bias):

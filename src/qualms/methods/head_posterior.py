@@ -23,8 +23,10 @@ from torch import Tensor
 from qualms.errors import QualmsError
 
 Structure = Literal["auto", "full", "kron"]
-FeaturesAndProbs = Iterator[tuple[Tensor, Tensor]]  # pairs of features and probabilities
-FULL_AT_MOST = 4096  # the number of parameters whose matrix takes 128 MiB
+# Pairs of features and probabilities.
+FeaturesAndProbs = Iterator[tuple[Tensor, Tensor]]
+# The number of parameters whose matrix takes 128 MiB.
+FULL_AT_MOST = 4096
 DOUBLE = 8  # bytes
 COPIES_OF_FULL = 2  # the matrix itself and its factor
 # Matrices of the size of a Kronecker factor: the sum over all batches, that of one batch, the
@@ -36,7 +38,11 @@ CHUNK = 1024  # rows of a batch that are summed at a time
 
 @dataclass(frozen=True)
 class Full:
-    """The whole covariance (H + δI)⁻¹, by the Cholesky factor of its inverse: H + δI = L Lᵀ."""
+    """The whole covariance (H + δI)⁻¹, by the Cholesky factor of its inverse: H + δI = L Lᵀ.
+
+    Attributes:
+        factor: L. Its axes run over the p = c·k parameters of the head, class by class.
+    """
 
     factor: Float64[Tensor, "p p"]
 
@@ -47,7 +53,9 @@ class Full:
         ).mT.reshape(z.shape)
 
     def of_logits(self, h: Float64[Tensor, "b k"]) -> Float64[Tensor, "b c c"]:
-        """Compute the covariance of the logits: hᵀ Σ_cd h, with Σ_cd the block of classes c and d.
+        """Compute the covariance of the logits of each input: hᵀ Σ_cd h for the classes c and d.
+
+        Σ_cd is the block of the covariance between the parameters of these classes.
 
         Args:
             h: the features of each input, with a 1 for the bias if there is one.
@@ -64,6 +72,15 @@ class Full:
 class Kronecker:
     """The covariance (B ⊗ A + δI)⁻¹, by the eigendecompositions B = U diag(β) Uᵀ and A = V diag(α)
     Vᵀ.
+
+    B is the curvature in the c classes, A that in the k features (see `fit_head`).
+
+    Attributes:
+        class_values: β.
+        class_vectors: U.
+        feature_values: α.
+        feature_vectors: V.
+        prior_precision: δ.
     """
 
     class_values: Float64[Tensor, " c"]
@@ -73,7 +90,7 @@ class Kronecker:
     prior_precision: float
 
     def variances(self) -> Float64[Tensor, "c k"]:
-        """1 / (β α + δ): the covariance in the basis of the eigenvectors."""
+        """Compute 1 / (β_i α_j + δ): the covariance, diagonal in the basis of the eigenvectors."""
         return 1 / (self.class_values[:, None] * self.feature_values + self.prior_precision)
 
     def shape_noise(self, z: Float64[Tensor, "n c k"]) -> Float64[Tensor, "n c k"]:
@@ -81,7 +98,7 @@ class Kronecker:
         return self.class_vectors @ (z * self.variances().sqrt()) @ self.feature_vectors.mT
 
     def of_logits(self, h: Float64[Tensor, "b k"]) -> Float64[Tensor, "b c c"]:
-        """Compute the covariance of the logits: U diag(Σ_j variance_ij (Vᵀh)_j²) Uᵀ.
+        """Compute the covariance of the logits of each input: U diag(Σ_j variance_ij (Vᵀh)_j²) Uᵀ.
 
         Args:
             h: the features of each input, with a 1 for the bias if there is one.
@@ -103,8 +120,11 @@ class HeadPosterior:
         n: int,
         seed: int,
     ) -> tuple[Float[Tensor, "n c f"], Float[Tensor, "n c"] | None]:
-        """Draw n heads; the seed alone decides them. They have the weight's dtype, but at least
+        """Draw n heads; n and the seed decide them. They have the weight's dtype, but at least
         float32.
+
+        Returns:
+            The weights and the biases; None for the biases if the head has none.
         """
         ((weights, biases),) = self.samples(n, seed, n)
         return weights, biases
@@ -171,6 +191,7 @@ def _normal_numbers(
     drawn = 0
     for start in range(0, n, at_once):
         stop = min(start + at_once, n)
+        # Draw up to a multiple of 16; and all the rest if fewer than 16 numbers would be left.
         end = min(-(-stop * width // LANES) * LANES, n * width)
         if n * width - end < LANES:
             end = n * width
@@ -302,16 +323,18 @@ def _gauss_newton(
     its row. This avoids p (1 - p), which loses digits as p → 1.
 
     Args:
-        rows: chunks of features and probabilities.
-        zeros: a tensor of the shape, device and dtype of the head.
+        rows: chunks of features h, with the bias's 1, and probabilities p.
+        zeros: zeros in the shape of the head's parameters, on its device.
     """
     classes, width = zeros.shape
     upper = zeros.new_zeros(classes, width, classes, width)
+    # The blocks above the diagonal.
     for h, p in rows:
         for c in range(classes - 1):
             products = p[:, c, None] * p[:, c + 1 :]
             weighted = products[:, :, None] * h[:, None]  # [n, later classes, k]
             upper[c, :, c + 1 :] -= (h.mT @ weighted.flatten(1)).unflatten(1, (-1, width))
+    # Mirror them below the diagonal, then fill the diagonal.
     for c in range(classes):
         upper[c + 1 :, :, c] = upper[c, :, c + 1 :].permute(1, 2, 0)
         upper[c, :, c] = 0
@@ -351,6 +374,9 @@ def _kronecker_factors(
     Args:
         rows: chunks of features and probabilities.
         has_bias: whether the last feature is the 1 of the bias.
+
+    Returns:
+        B and A.
     """
     h, p = next(rows)
     total, products, squares = len(h), p.mT @ p, h.mT @ h
@@ -365,7 +391,10 @@ def _kronecker_factors(
 
 
 def _eigen(matrix: Float64[Tensor, "n n"]) -> tuple[Float64[Tensor, " n"], Float64[Tensor, "n n"]]:
-    """Compute eigenvalues, set to zero where they are no more than rounding, and eigenvectors."""
+    """Compute the eigenvalues and eigenvectors of a symmetric positive semidefinite matrix.
+
+    Eigenvalues that are no more than rounding are set to zero.
+    """
     values, vectors = torch.linalg.eigh(matrix)
     rounding = len(values) * torch.finfo(values.dtype).eps * values[-1]  # the largest is the last
     return torch.where(values > rounding, values, 0.0), vectors

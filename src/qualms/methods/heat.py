@@ -47,7 +47,8 @@ from qualms.methods.noise import noise_inputs, scale_noise
 BLOCKS = 3
 NOISE_INPUTS = 32
 LOUDER = 64.0
-FREE = 4.0  # a length that grows by less than this, when noise is made LOUDER, is fixed
+# A length that grows by less than this, when noise is made LOUDER, is fixed.
+FREE = 4.0
 COLDEST, HOTTEST = 1e-6, 1e6
 SMALLEST = 1e-300
 NO_DIRECTIONS = Directions(())
@@ -58,19 +59,28 @@ def log_heat(logits: Float[Tensor, "b c"], temperature: Float[Tensor, " b"]) -> 
 
     With u_c = (z_c - max z) / T ≤ 0 and s = Σ exp u_c over all classes but the likeliest,
     H = log(1 + s) + Σ exp(u_c) (-u_c) / (1 + s), both terms positive.
+
+    Args:
+        logits: z.
+        temperature: T of each input.
     """
     best = logits.argmax(-1, keepdim=True)
     u = (logits - logits.gather(-1, best)) / temperature[:, None]
     u = u.scatter(-1, best, -torch.inf)
     log_s = u.logsumexp(-1)
     log_total = torch.nn.functional.softplus(log_s)  # log(1 + s)
+    # log log(1 + s), which is log s where s is tiny.
     first = torch.where(log_s < -30, log_s, log_total.clamp_min(SMALLEST).log())
     second = (u + (-u).log()).scatter(-1, best, -torch.inf).logsumexp(-1) - log_total
     return temperature.log() + torch.logaddexp(first, second)
 
 
 def head_trace(head: Head) -> Float[Tensor, " b"]:
-    """Compute tr(P G P) of a linear classifier: (C - 1)(‖h‖² + 1), or (C - 1)‖h‖² without a bias."""
+    """Compute tr(P G P) of a linear classifier: (C - 1)(‖h‖² + 1), or (C - 1)‖h‖² without a bias.
+
+    G = J Jᵀ, J the derivative of the logits with respect to the classifier's weight and bias, and
+    P = I - 11ᵀ/C. h are the features in `head`.
+    """
     energy = head.features.double().square().sum(-1) + (0 if head.bias is None else 1)
     return (len(head.weight) - 1) * energy
 
@@ -80,6 +90,9 @@ def block_traces(
     blocks: Sequence[Sequence[str]],
 ) -> tuple[Float[Tensor, "b l"], Float[Tensor, "b c"]]:
     """Compute tr(P G_l P) of blocks l of parameters, or estimate it if there are over 17 classes.
+
+    G_l = J Jᵀ, J the derivative of the logits with respect to the parameters of block l, and
+    P = I - 11ᵀ/C.
 
     Args:
         context: the inputs.
@@ -92,6 +105,7 @@ def block_traces(
     block_of_name = {name: i for i, block in enumerate(blocks) for name in block}
     params = frozenset(block_of_name)
     table = context.exact_table(params, Directions(("contrasts",)), granularity="tensor")
+    # The trace is a sum of squared norms along contrasts of classes: [b, parameter tensors].
     squares = table.values.double().square().sum(1)
     index = torch.tensor(
         [block_of_name[name] for name in table.layers],
@@ -168,7 +182,7 @@ class Heat(Method):
         context: BatchContext,
         blocks: tuple[tuple[str, ...], ...],
     ) -> tuple[Float[Tensor, " b"], Float[Tensor, "b c"]]:
-        """Compute log ρ of each input, and the logits it belongs to.
+        """Compute log ρ of each input, and the logits that the engine computed with it.
 
         log ρ is infinite or NaN for inputs whose gradients or features are all zero.
         """
@@ -177,7 +191,7 @@ class Heat(Method):
         return self.combine(traces.log() - head_trace(head).log()[:, None]), logits
 
     def unit(self, context: BatchContext) -> Unit:
-        """Measure ρ₀ once for each shape of inputs.
+        """Return ρ₀ for inputs of this shape, which is measured once for each shape.
 
         Whether T is always 1 is decided once for all shapes: else batches of two shapes could have
         scores of two kinds, which cannot be compared.
@@ -197,7 +211,8 @@ class Heat(Method):
 
         Args:
             context: real inputs, for their shape.
-            first: the unit of the first shape of inputs; None if this is the first.
+            first: the unit of the first shape of inputs; None if this is the first. It is returned
+                if most noise inputs of this shape have no ρ.
         """
         blocks = self._blocks(context)
         if not blocks:
@@ -233,7 +248,8 @@ class Heat(Method):
 
     def _blocks(self, context: BatchContext) -> tuple[tuple[str, ...], ...]:
         """Find the names of the parameters of the last three blocks before the classifier."""
-        _ = context.logits  # an input that the model rejects is reported as such
+        # An input that the model rejects is reported as such.
+        _ = context.logits
         model, batch = context.model, context.batch
         blocks = find_blocks(model, batch, context.model_context.settings.params, self.name)
         last = without_head(blocks, context.head, model, batch)[-BLOCKS:]
@@ -296,6 +312,7 @@ def feature_growth(noise: BatchContext) -> float:
 def _head_of(context: BatchContext, logits: Float[Tensor, "b c"]) -> Head:
     """Return the head with the features that these logits were computed from.
 
+    ρ divides by a trace of these features, so gradients and features must fit together.
     If the logits differ from those of the plain pass, inputs of a batch influence each other, and
     each input is run alone, as the engine did.
 
@@ -364,12 +381,18 @@ class Recommended(Method):
 
 
 def _pick_method(context: BatchContext) -> tuple[Method, str]:
+    """Pick `gen` if the temperature of `heat` would always be 1 or cannot be measured, else `heat`.
+
+    Returns:
+        The method, and the reason as a clause.
+    """
     _ = (
         context.logits
     )  # raises an error if the model rejects the input: that is no reason to pick `gen`
     try:
         why = Heat().unit(context).why
     except QualmsError as error:
+        # What is wrong, without the advice after the semicolon.
         why = str(error).partition(";")[0].replace("this method", "heat").rstrip(".")
     if why:
         return GEN(), why

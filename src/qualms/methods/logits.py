@@ -163,7 +163,7 @@ def gen(
 
 @dataclass(frozen=True)
 class GEN(Method):
-    """A generalized entropy: Σ p^γ (1 - p)^γ over the M largest probabilities.
+    """A generalized entropy: Σ p^γ (1 - p)^γ over the M = `top` largest probabilities.
 
     γ < 1 makes it sensitive to small deviations from certainty; M keeps a long tail of classes out.
 
@@ -188,7 +188,7 @@ class GEN(Method):
     rules: ClassVar = {"gamma": POSITIVE, "top": whole(1)}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Σ p^γ (1 - p)^γ over the M largest p."""
+        """Compute Σ p^γ (1 - p)^γ over the M largest probabilities, M = `top`."""
         return gen(context.log_probs, self.gamma, self.top)
 
 

@@ -72,10 +72,11 @@ def forward_with_changed_map(
 
 @dataclass(frozen=True)
 class _Pooling:
-    """The operation that turns a feature map into vectors.
+    """The operation that turns a feature map into vectors, found by its number in a forward pass.
 
     Attributes:
-        number: the number of the operation among those that reduce the axes of a feature map.
+        number: the number of the operation, from 1, among those that reduce the axes of a feature
+            map.
         channels_last: whether the map's channels are on its last axis.
     """
 
@@ -84,7 +85,11 @@ class _Pooling:
 
 
 class _PoolingMode(TorchFunctionMode):
-    """Finds the operation that turns the last feature map into vectors, or changes its map."""
+    """Finds the operation that turns the last feature map into vectors, or changes its map.
+
+    Attributes:
+        last: the operation found in the pass so far; None if there is none.
+    """
 
     def __init__(
         self,
@@ -104,7 +109,9 @@ class _PoolingMode(TorchFunctionMode):
         self.change = change
         self.at = at
         self.last: _Pooling | None = None
+        # Operations so far that reduce the axes of a map.
         self._count = 0
+        # Nothing before the first convolution is a feature map.
         self._has_convolution = False
         # The result of an operation that took one axis from a map, the map's shape, the operation's
         # number: the next operation may take the other axis.
@@ -134,12 +141,15 @@ class _PoolingMode(TorchFunctionMode):
             return out
         is_vector = out.shape[2:].numel() == 1
         if self._is_map(out):
+            # A new map: what was found before did not pool the last one.
             self.last = None
             self._half_pooled = None
         elif self._half_pooled is not None and source is self._half_pooled[0] and is_vector:
+            # The second of two operations that pool a map: the first of them is the one to change.
             _, shape, number = self._half_pooled
             self.last = _Pooling(number, _is_last_axis(shape, out))
         elif self._is_map(source) and not is_convolution:
+            # The result is no map any more, so this operation has reduced an axis or both.
             self._count += 1
             if is_vector:
                 axes: Any = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -147,6 +157,7 @@ class _PoolingMode(TorchFunctionMode):
             else:
                 self._half_pooled = (out, source.shape, self._count)
             if self.change is not None and self.at is not None and self._count == self.at.number:
+                # Run the operation again, now on the changed map.
                 changed = _change_map(source, self.change, self.at.channels_last)
                 if args:
                     return func(changed, *args[1:], **kwargs)
@@ -154,11 +165,13 @@ class _PoolingMode(TorchFunctionMode):
         return out
 
     def _is_batch(self, t: Any) -> bool:
+        """Whether an object is a tensor of floats with an entry for each sample of the batch."""
         if not isinstance(t, Tensor) or not t.is_floating_point():
             return False
         return t.ndim >= 2 and len(t) == self.rows
 
     def _is_map(self, t: Any) -> bool:
+        """Whether an object is a feature map: four axes, and more than one position."""
         return self._is_batch(t) and t.ndim == 4 and t.shape[2:].numel() > 1
 
 
@@ -177,11 +190,23 @@ def _has_channels_last(func: Any, axes: Any, source: Tensor, out: Tensor) -> boo
 
 
 def _is_last_axis(shape: torch.Size, out: Tensor) -> bool:
-    """Whether a vector is as long as the last axis of a map, and not as the second."""
+    """Whether a vector is as long as the last axis of a map, and not as the second.
+
+    Args:
+        shape: the shape of the map.
+        out: the vectors that it was pooled to, one for each sample.
+    """
     return shape[1] != out.shape[1] == shape[3]
 
 
 def _change_map(maps: Tensor, change: ChangeMap, channels_last: bool) -> Tensor:
+    """Apply `change` to maps as [sample, channel, position], and restore their layout.
+
+    Args:
+        maps: feature maps with two axes of positions.
+        change: a function from the maps to others of the same shape.
+        channels_last: whether the channels are on the last axis of `maps`; else on the second.
+    """
     first = maps.movedim(3, 1) if channels_last else maps
     changed = change(first.flatten(2)).reshape(first.shape)
     return changed.movedim(1, 3) if channels_last else changed
@@ -190,12 +215,15 @@ def _change_map(maps: Tensor, change: ChangeMap, channels_last: bool) -> Tensor:
 class MapRecorder(TorchFunctionMode):
     """Records the autograd edges of the results of normalization layers, or of convolutions in a
     model without normalization layers.
+
+    Attributes:
+        has_flat: whether the pass had an operation that can have zero gradients, such as a ReLU.
     """
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.rows = rows
-        self.has_flat = False  # whether an operation can have zero gradients, such as a ReLU
+        self.has_flat = False
         self._normalized: list[GradientEdge] = []
         self._convolved: list[GradientEdge] = []
 
@@ -216,7 +244,7 @@ class MapRecorder(TorchFunctionMode):
         """
         out = func(*args, **(kwargs or {}))
         name = _name(func)
-        self.has_flat |= name.rstrip("_") in FLAT
+        self.has_flat |= name.rstrip("_") in FLAT  # in-place operations end in "_"
         if name not in (*NORMALIZATIONS, CONVOLUTION) or out.ndim != 4 or len(out) != self.rows:
             return out
         if out.shape[2:].numel() > 1 and out.requires_grad:
@@ -226,9 +254,10 @@ class MapRecorder(TorchFunctionMode):
         return out
 
     def edges(self) -> list[GradientEdge]:
-        """The recorded edges, in the order of the forward pass."""
+        """Return the recorded edges, in the order of the forward pass."""
         return self._normalized or self._convolved
 
 
 def _name(func: Any) -> str:
+    """Return the name of a torch function, "" if it has none."""
     return getattr(func, "__name__", "")

@@ -28,7 +28,8 @@ WANG_JI = (
 FEW = 2  # draws that show whether a method works
 
 Noise = float | tuple[float, ...]  # one level, or one per channel
-Scale = Callable[[float], Noise]  # from pixels in [0, 1] to the units of a model's input
+# From pixels in [0, 1] to the units of a model's input.
+Scale = Callable[[float], Noise]
 
 
 @dataclass(frozen=True)
@@ -132,18 +133,25 @@ class Method(Protocol):
     always_exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        """Check the parameters by `rules`, and convert NumPy numbers to Python's."""
         check_parameters(self, self.name, **self.rules)
 
     @abstractmethod
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Compute one number for each input."""
+        """Compute one number for each input, from the passes that the context runs and shares."""
 
     def estimate(self, context: BatchContext) -> Estimate:
-        """Compute the scores together with their standard errors, if they have any."""
+        """Compute the scores together with their standard errors.
+
+        The scores of a method that does not override this are exact, so have no errors.
+        """
         return Estimate(self.score(context))
 
     def error(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Deprecated: use `estimate`."""
+        """Return the standard error of each score, [b]; zeros for a score without.
+
+        Deprecated: use the errors of `estimate(context)`.
+        """
         warn_renamed("Method.error", "Method.estimate")
         estimate = self.estimate(context)
         return estimate.errors_as(estimate.values)
@@ -163,27 +171,37 @@ class Method(Protocol):
 
     @property
     def layers(self) -> float | None:
-        """λ of the `+layers(λ)` modifier. None here; gradient scores override it."""
+        """λ, how fast weights fade from layer to layer under the modifier `+layers(λ)`; None
+        without it. Only gradient scores can have this modifier, and they override this.
+        """
         return None
 
     @property
     def smooth(self) -> Smoothing | None:
-        """The input noise of the `+smooth(σ, N)` modifier. None here; gradient scores override it."""
+        """The input noise of the modifier `+smooth(σ, N)`; None without it. Only gradient scores
+        can have this modifier, and they override this.
+        """
         return None
 
     @property
     def spec(self) -> str:
-        """The name with its modifiers, without the method's own parameters."""
+        """The name with its modifiers, but without parameters such as the number of draws."""
         return self.name
 
     def in_units(self, scale: Scale) -> "Method":
         """Return the method with its noise converted from pixels in [0, 1] to the units of the model's
         input. Methods without noise return themselves.
+
+        Args:
+            scale: converts a level in pixels to these units.
         """
         return self
 
     def quick(self) -> "Method":
-        """Return the same method with two draws at most: enough to see whether it works."""
+        """Return the same method with two draws at most: enough to see whether it works.
+
+        Methods with draws override it; a method without draws returns itself.
+        """
         return self
 
 
@@ -208,7 +226,11 @@ def estimate_scores(method: Method, context: BatchContext) -> Estimate:
 
 
 def _is_overridden(method: Method, name: str) -> bool:
-    """Whether a subclass of the class that defines `estimate` defines a method of this name."""
+    """Whether a subclass of the class that defines `estimate` defines a method of this name.
+
+    The class of `method` and its bases are searched in order; the first class that defines
+    `estimate` ends the search.
+    """
     for kind in type(method).__mro__:
         if "estimate" in vars(kind):
             return False
@@ -220,7 +242,10 @@ def _is_overridden(method: Method, name: str) -> bool:
 def convert_noise(noise: Noise, scale: Scale) -> Noise:
     """Convert a noise level in pixels to the units of the model's input.
 
-    A tuple, with a level for each channel, is in these units already and returned unchanged.
+    Args:
+        noise: one level in pixels; or a tuple with a level for each channel, which is in these
+            units already and returned unchanged.
+        scale: converts one level.
     """
     return noise if isinstance(noise, tuple) else scale(noise)
 
@@ -233,7 +258,7 @@ class NotFinite(QualmsError):
 
         Args:
             method: the name of the method.
-            number: the number of the input.
+            number: the number of the input that has this score.
             score: the score in double precision.
             dtype: the dtype that scores are returned in.
         """

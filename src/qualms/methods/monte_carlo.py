@@ -46,7 +46,7 @@ def information_over_draws(
     """Compute mutual information between prediction and draw, one block of inputs at a time.
 
     Args:
-        context: the inputs.
+        context: the batch of inputs.
         draws: the number of draws.
         log_probs: yields log q_n of a block of inputs, for all draws in order, several at a time.
         max_inputs: the largest number of inputs in a block; None for no limit.
@@ -66,5 +66,10 @@ def information_over_draws(
 
 
 def draws_at_once(inputs: int, classes: int) -> int:
-    """Compute how many draws of so many inputs are turned into probabilities at once."""
+    """Compute how many draws to turn into probabilities at once: about `AT_ONCE` entries in all.
+
+    Args:
+        inputs: the number of inputs.
+        classes: the number of classes.
+    """
     return max(1, AT_ONCE // (inputs * classes))

@@ -21,7 +21,8 @@ from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.context import BatchContext
 from qualms.random import generator
 
-PURPOSE = 71  # tells these random numbers from others under the same seed
+# Tells these random numbers from others under the same seed.
+PURPOSE = 71
 INSTEAD = "use regrad+layers or entropy"
 
 
@@ -55,8 +56,8 @@ def scale_noise(batch: Batch, times: float, seed: int) -> ModelInput:
 
     Args:
         batch: inputs of noise.
-        times: the factor; of token ids, noise of this standard deviation is added to the
-            embeddings.
+        times: the factor. Token ids cannot be scaled: their embeddings get noise of this standard
+            deviation instead.
         seed: the seed of the noise added to embeddings.
     """
     first, *others = batch_tensors(batch)
@@ -64,6 +65,7 @@ def scale_noise(batch: Batch, times: float, seed: int) -> ModelInput:
         return ModelInput(with_tensors(batch, [first * times, *others]))
 
     def noise(shape: tuple[int, ...]) -> Tensor:
+        """Draw noise for the embeddings of all inputs; `shape` is that of one embedded input."""
         return times * torch.randn((num_samples(batch), *shape), generator=generator(seed, PURPOSE))
 
     return ModelInput(batch, embedding_noise=noise)
@@ -74,13 +76,14 @@ def _fill_argument(name: str, t: Tensor, number: int, seed: int, method: str) ->
 
     Args:
         name: the name of the argument, "" if it has none.
-        t: the value of the argument for real inputs.
+        t: the value of the argument for the real inputs, which gives shape, dtype and device.
         number: the number of noise inputs.
         seed: the seed of random values.
         method: the name of the method, for the error.
     """
     shape = (number, *t.shape[1:])
     if "mask" in name:
+        # Attention masks have 1 at the tokens that count, padding masks have True at the others.
         masked_is_true = "padding" in name
         return t.new_full(shape, not masked_is_true)
     if "type" in name:
@@ -110,7 +113,12 @@ def _vocabulary_size(context: BatchContext, method: str) -> int:
 
 
 class _EmbeddingFinder(TorchFunctionMode):
-    """Finds the first embedding that looks token ids up, and stores its number of rows."""
+    """Finds the first embedding that looks up given token ids.
+
+    Attributes:
+        ids: the token ids, flat.
+        rows: the number of rows of the embedding's table; None until it is found.
+    """
 
     def __init__(self, ids: Tensor) -> None:
         super().__init__()
@@ -135,6 +143,7 @@ class _EmbeddingFinder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.rows is None and getattr(func, "__name__", "").startswith("embedding"):
             tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            # No function mode sees the comparison.
             with torch._C.DisableTorchFunction():
                 if any(self._are_ids(t) for t in tensors):
                     tables = [t for t in tensors if t.is_floating_point()]
@@ -142,4 +151,5 @@ class _EmbeddingFinder(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _are_ids(self, t: Tensor) -> bool:
+        """Whether a tensor holds the token ids, in whatever shape and dtype."""
         return t.numel() == self.ids.numel() and torch.equal(t.flatten().to(self.ids), self.ids)

@@ -77,16 +77,18 @@ class PerturbX(MonteCarlo):
     rules: ClassVar = {"sigma": NOISE, "draws": whole(1)}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Compute `perturb_x`, in parts that fit the budget."""
+        """Compute `perturb_x` in parts that fit the budget."""
         noise = Smoothing(self.sigma, self.draws, antithetic=False)
         parts: list[Tensor] = []
         for samples, log_q in context.perturbed_log_probs(noise):
             parts.append(kl(log_q, context.log_probs[samples]))
+        # Rows come input by input, each followed by its draws.
         divergences = torch.cat(parts).unflatten(0, (-1, self.draws + 1))
-        return divergences[:, 1:].mean(1)  # the first row of each input is the input itself
+        # The first row of each input is the input itself.
+        return divergences[:, 1:].mean(1)
 
     def in_units(self, scale: Scale) -> "PerturbX":
-        """Convert σ to the units of the model's input."""
+        """Return the method with σ converted to the units of the model's input by `scale`."""
         return replace(self, sigma=convert_noise(self.sigma, scale))
 
 
@@ -102,14 +104,14 @@ def loss_gradient_sign(
 
     Args:
         context: the context that holds the model.
-        part: inputs x; of token ids, the embeddings are differentiated.
+        part: the inputs x. Token ids have no derivative: theirs is taken at their embeddings.
         temperature: the number that logits are divided by.
 
     Returns:
         The signs, in the shape of the inputs or of their embeddings.
     """
     first, *others = batch_tensors(part)
-    variables: list[Tensor] = []
+    variables: list[Tensor] = []  # the one tensor to differentiate by
     if first.is_floating_point():
         variables.append(first.detach().clone().requires_grad_())
         rows = with_tensors(part, [variables[0], *others])
@@ -117,6 +119,7 @@ def loss_gradient_sign(
     else:
 
         def zero_shift(shape: tuple[int, ...]) -> Tensor:
+            """Create zeros to add to the embeddings, as the variable to differentiate by."""
             parameter = next(context.model.parameters())
             zeros = torch.zeros(
                 num_samples(part),
@@ -158,7 +161,7 @@ def step_size(
     method: str,
     parameter: str,
 ) -> float | Tensor:
-    """Make the size of a step broadcast against its direction.
+    """Shape the size of a step so that it broadcasts against the step's direction.
 
     Args:
         size: one number, or a number for each channel.
@@ -224,7 +227,9 @@ class MCAA(MonteCarlo):
         max_inputs = min(max(1, rows // self.draws), model_context.rows_with_graph(context.batch))
 
         def log_probs(block: slice) -> Iterator[Tensor]:
+            """Yield log p of some inputs after several steps each, [b, d, c]."""
             part = take_samples(context.batch, block)
+            # The share of the largest step that each draw takes, in [-1, 1).
             uniform = 2 * self._draw(context, block) - 1
             sign = loss_gradient_sign(context, part)
             step = step_size(self.a, sign, self.name, "a") * sign
@@ -244,15 +249,15 @@ class MCAA(MonteCarlo):
         return torch.stack(drawn)
 
     def in_units(self, scale: Scale) -> "MCAA":
-        """Convert a to the units of the model's input."""
+        """Return the method with `a` converted to the units of the model's input by `scale`."""
         return replace(self, a=convert_noise(self.a, scale))
 
 
 def odin(logits: Float[Tensor, "b c"], temperature: float = 1000.0) -> Float[Tensor, " b"]:
     """ODIN: -(max_c log p_c + log C), p = softmax(z / T).
 
-    The paper's score is max_c p_c. At the paper's temperature it differs from 1 / C only in the last
-    digits, so rounding would make most inputs equal. The logarithm ranks them alike.
+    The paper's score is max_c p_c. At the paper's temperature it differs from 1 / C only in the
+    last digits, so rounding would make most inputs equal. The logarithm ranks them alike.
 
     Args:
         logits: z at x - ε sign(∇x -log p_ŷ).
@@ -300,7 +305,8 @@ class ODIN(Method):
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute `odin` of the logits after the step."""
         logits: list[Tensor] = []
-        is_lost = True  # whether rounding removes the step from every input
+        # Whether rounding removes the step from every input.
+        is_lost = True
         for part in context.chunks_with_graph():
             sign = loss_gradient_sign(context, part, self.temperature)
             step = step_size(self.epsilon, sign, self.name, "epsilon") * sign
@@ -318,5 +324,5 @@ class ODIN(Method):
         return odin(torch.cat(logits), self.temperature)
 
     def in_units(self, scale: Scale) -> "ODIN":
-        """Convert ε to the units of the model's input."""
+        """Return the method with ε converted to the units of the model's input by `scale`."""
         return replace(self, epsilon=convert_noise(self.epsilon, scale))

@@ -43,7 +43,8 @@ from qualms.methods.monte_carlo import MonteCarlo, information_over_draws
 from qualms.parameters import POSITIVE, whole
 from qualms.random import generator
 
-NOISE_COPIES = 3  # copies of the largest weight while its noise is drawn, scaled and added
+# Copies of the largest weight while its noise is drawn, scaled and added.
+NOISE_COPIES = 3
 
 
 def perturb_theta(
@@ -89,6 +90,7 @@ class PerturbTheta(MonteCarlo):
         """Compute `perturb_theta`, one draw of the weights at a time."""
         parameters = [p for p in context.model.parameters() if p.is_floating_point()]
         held = sum(p.nbytes for p in parameters)
+        # A perturbed copy of all weights, and what drawing the largest one takes.
         needed = held + NOISE_COPIES * max((p.nbytes for p in parameters), default=0)
         room = context.model_context.settings.budget or free_bytes(context.device)
         require_room(needed, room, "perturbed weights", "or use perturb-x")
@@ -111,11 +113,11 @@ class PerturbTheta(MonteCarlo):
 
 
 class _ReplaceParameters(TorchFunctionMode):
-    """Replaces parameters in the arguments of every operation; the parameters stay unchanged.
+    """Replaces parameters in the arguments of every operation; the model itself stays unchanged.
 
     Attributes:
         replacements: the tensor to use instead of a parameter, by `id(parameter)`.
-        seen: ids of the parameters that an operation used, so were replaced.
+        seen: the ids of the parameters that operations used and that were replaced.
     """
 
     def __init__(self, replacements: dict[int, Tensor]) -> None:
@@ -142,6 +144,7 @@ class _ReplaceParameters(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _replace(self, t: Tensor) -> Tensor:
+        """Return the replacement of a parameter, noted in `seen`; any other tensor itself."""
         if id(t) not in self.replacements:
             return t
         self.seen.add(id(t))
@@ -189,6 +192,7 @@ class MCBatchNorm(MonteCarlo):
         draws = context.model_context.once(self, lambda: self._measure_statistics(context))
 
         def log_probs(block: slice) -> Iterator[Tensor]:
+            """Yield log p of some inputs for one draw after the other, [b, 1, c]."""
             for statistics in draws:
                 with _use_statistics(statistics):
                     logits = context.forward_all(take_samples(context.batch, block))
@@ -198,6 +202,8 @@ class MCBatchNorm(MonteCarlo):
 
     def _measure_statistics(self, context: BatchContext) -> list[LayerStatistics]:
         """Measure the mean and variance of every normalization layer's input, for each draw.
+
+        If there are fewer training batches than draws, they repeat.
 
         Returns:
             For each draw, pairs of a layer and its statistics on one training batch.
@@ -246,6 +252,7 @@ def _batch_statistics(layers: list[_BatchNorm]) -> Iterator[None]:
     """
     momenta = [m.momentum for m in layers]
     try:
+        # Copies, since a forward pass in training mode writes the statistics in place.
         with _use_statistics([(m, _copy_statistics(m)) for m in layers]):
             for m in layers:
                 m.momentum = 1.0
@@ -259,7 +266,7 @@ def _batch_statistics(layers: list[_BatchNorm]) -> Iterator[None]:
 
 @contextmanager
 def _use_statistics(statistics: LayerStatistics) -> Iterator[None]:
-    """Inside, layers normalize by the given statistics; on exit, their own are restored."""
+    """Inside, layers normalize by the given statistics; on exit, the previous ones are restored."""
     before = [(m, m.running_mean, m.running_var) for m, _ in statistics]
     try:
         for m, (mean, variance) in statistics:
@@ -328,6 +335,7 @@ def _forward_member(member: nn.Module, context: BatchContext, what: str) -> Floa
     """
 
     def run(row: Batch) -> Tensor:
+        """Compute the member's logits of all rows at once."""
         return forward_logits(member, ModelInput(row))
 
     model_context = context.model_context

@@ -40,7 +40,8 @@ class Price:
         seconds: the time on this machine, from that of a forward pass over one input alone; less
             in batches.
         nbytes: the memory that the work on a chunk of inputs may take.
-        known: how these numbers were found: `counted` from the shapes of layers and the logits of one input.
+        known: how the numbers were found. Always `counted`: from the shapes of layers and the
+            logits of one input.
 
     Example:
         ```python
@@ -87,14 +88,15 @@ def warn_of_long_run(
     Args:
         context: the batch, after its plain forward pass.
         methods: the methods that will be computed.
-        forward_seconds: the time that the plain pass took for each input, with what only the first
-            pass has to do.
+        forward_seconds: the time that the plain pass took for each input. It may include what only
+            a first pass has to do, so `price_of` measures the time again.
     """
     methods = list(methods)
     cache = context.model_context.cache
     inputs = len(context.logits)
     smoothings = {m.smooth for m in methods if isinstance(m, GradientScore)}
     rows = sum(1 + (s.draws if s else 0) for s in smoothings)
+    # A bound that costs nothing to compute; only if it is high is the price counted.
     at_most = 4.0 * rows * context.num_classes + sum(m.extra_passes for m in methods)
     if LONG in cache.warned or at_most * inputs * forward_seconds < LONG_SECONDS:
         return
@@ -112,8 +114,9 @@ def warn_of_long_run(
 
 
 def _count_method(method: Method, context: BatchContext) -> float:
-    """Count the passes of one method beside the plain forward pass; 0 for gradient scores, whose
-    passes are counted together by `_count_gradients`.
+    """Count the passes of one method for one input, beside the plain forward pass.
+
+    Gradient scores count as 0 here, since `_count_gradients` counts the passes that they share.
     """
     if isinstance(method, GradientScore):
         return 0.0
@@ -134,7 +137,8 @@ def _count_method(method: Method, context: BatchContext) -> float:
 
 
 def _count_late(context: BatchContext, names: Iterable[str], directions: int) -> float:
-    """Count a forward pass with a graph, and backward passes down to some late parameters.
+    """Count the passes for gradients of some late parameters: one forward, and several backward
+    that stop at these parameters.
 
     Args:
         context: the batch.
@@ -146,7 +150,12 @@ def _count_late(context: BatchContext, names: Iterable[str], directions: int) ->
 
 
 def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) -> float:
-    """Count the passes of the gradient scores that share one smoothing."""
+    """Count the passes for one input of the gradient scores that share one smoothing.
+
+    Args:
+        context: the batch; where classes are sampled, their mean number over its inputs counts.
+        methods: all gradient scores with this smoothing.
+    """
     model_context = context.model_context
     settings = model_context.settings
     smooth = methods[0].smooth
@@ -159,7 +168,9 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
     if sampled:
         sums = class_sums(context, sampled, shared.lam)
         classes = float(sums.first_numbers(context.logits).double().mean())
+        # A sample of the classes takes the place of all of them.
         directions = classes + directions - context.num_classes
+    # Backward passes stop where the early layers begin that are skipped, if there are any.
     late = find_layer_cut(
         context.request(shared.directions, smooth), shared.lam, model_context.cache
     )

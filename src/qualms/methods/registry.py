@@ -78,14 +78,15 @@ METHODS: tuple[type[Method], ...] = (
 )
 RENAMED = {"auto": "recommended"}  # `auto` is an engine
 BY_NAME = {kind.name: kind for kind in METHODS}
-MODIFIERS = {"layers": 1, "smooth": 2}  # by name, the largest number of parameters
+# By name, the largest number of parameters.
+MODIFIERS = {"layers": 1, "smooth": 2}
 
 Methods = str | Method | Sequence[str | Method] | Mapping[str, str | Method]
 PixelStd = float | Sequence[float] | None
 
 
 def list_methods() -> list[Method]:
-    """Every method with its default parameters: objects with .name, .paper, .needs and .cost.
+    """List every method with its default parameters: objects with .name, .paper, .needs and .cost.
 
     Example:
         ```python
@@ -109,6 +110,7 @@ def parse(spec: str) -> Method:
         print(parse("exgrad+layers(0.4)+smooth(0.02, 8)"))
         ```
     """
+    # Split at the plus signs outside of parentheses: 1e+3 is a number.
     call, *modifiers = re.split(r"\+(?![^(]*\))", spec.replace(" ", ""))
     name, arguments = _parse_call(call, spec)
     if name in RENAMED:
@@ -163,6 +165,7 @@ def _modify(method: Method, modifier: str, arguments: list[float], spec: str) ->
 
 
 def _create_smoothing(arguments: list[float], spec: str) -> Smoothing:
+    """Create the smoothing of `+smooth(σ, N)`; errors about its parameters quote the whole spec."""
     kind: type[Any] = Smoothing
     try:
         return kind(**_name_arguments(kind, arguments))
@@ -171,7 +174,12 @@ def _create_smoothing(arguments: list[float], spec: str) -> Smoothing:
 
 
 def _parse_call(text: str, spec: str) -> tuple[str, list[float]]:
-    """Split `name(1, 2)` into its name and its arguments; `spec` is the whole spec, for errors."""
+    """Split a text such as `name(1, 2)` into the name, in lower case with hyphens, and the numbers.
+
+    Args:
+        text: the method or modifier, without spaces.
+        spec: the whole spec, for errors.
+    """
     match = re.fullmatch(r"([a-zA-Z_-]*)(?:\((.*)\))?", text)
     try:
         if match is None:
@@ -187,7 +195,7 @@ def _parse_call(text: str, spec: str) -> tuple[str, list[float]]:
 
 
 def _name_arguments(kind: type[Any], arguments: list[float]) -> dict[str, int | float]:
-    """Assign numbers to the parameters of a method in order.
+    """Assign numbers to the fields of a method or a smoothing, in order.
 
     A whole number becomes an int if the default of its parameter is one. Other numbers stay floats,
     which the rules of the parameter accept or reject.
@@ -200,6 +208,7 @@ def _name_arguments(kind: type[Any], arguments: list[float]) -> dict[str, int | 
 
 
 def _suggest(word: str, known: Iterable[str]) -> str:
+    """Phrase the end of an error about an unknown word: similar known words, or all of them."""
     near = get_close_matches(word, known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(known)}."
 
@@ -238,6 +247,10 @@ def name_methods(methods: Methods) -> dict[str, Method]:
 def in_pixels(method: Method, pixel_std: PixelStd) -> Method:
     """Convert a method's noise in pixels from 0 to 1 to the units of inputs that were divided by
     `pixel_std`.
+
+    Args:
+        method: the method; a noise level that is a tuple is in these units already.
+        pixel_std: one number, or one for each channel; None leaves the method unchanged.
     """
     if pixel_std is None:
         return method
@@ -248,6 +261,7 @@ def in_pixels(method: Method, pixel_std: PixelStd) -> Method:
         )
 
     def divide(level: float) -> Noise:
+        """Divide a level in pixels by the standard deviation, or by that of each channel."""
         levels = tuple(level / std for std in stds)
         return levels if len(levels) > 1 else levels[0]
 
@@ -255,6 +269,7 @@ def in_pixels(method: Method, pixel_std: PixelStd) -> Method:
 
 
 def _is_positive_number(value: Any) -> bool:
+    """Whether a value is an int or a float above 0; True and False are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
@@ -268,6 +283,7 @@ def noisy_specs(methods: Methods) -> tuple[str, ...]:
     values = methods.values() if isinstance(methods, Mapping) else methods
     noisy: list[str] = []
     for one in values:
+        # Any standard deviation other than 1 changes a method that has noise.
         if isinstance(one, str) and in_pixels(parse(one), 0.5) != parse(one):
             noisy.append(one)
     return tuple(noisy)

@@ -21,9 +21,12 @@ from qualms.methods.training_features import (
 from qualms.parameters import whole
 
 PRODUCTS_AT_ONCE = 2**23  # inner products with training features
-SAME = 1e-6  # unit vectors at most this far apart differ only by rounding in 32 bits
-EXTREME = 1e30  # a length whose inner products, or those of its inverse, may not fit 32 bits
-MIN_DISTANCE = 1e-6  # from the training mean, relative to the features' length: less is rounding
+# Unit vectors at most this far apart differ only by rounding in 32 bits.
+SAME = 1e-6
+# A length whose inner products, or those of its inverse, may not fit 32 bits.
+EXTREME = 1e30
+# From the training mean, relative to the features' length: less is rounding.
+MIN_DISTANCE = 1e-6
 
 
 def knn(
@@ -67,11 +70,11 @@ def to_unit(features: Float[Tensor, "n f"], lengths: Float64[Tensor, " n"]) -> F
 
 @dataclass(frozen=True)
 class KNN(Method):
-    """‖z - z₍ₖ₎‖, the distance of z = h / ‖h‖ to its k-th nearest one in the training data.
+    """‖z - z₍ₖ₎‖, the distance of z = h / ‖h‖ to its k-th nearest neighbor in the training data.
 
-    The paper's k: 50 on CIFAR-10, 200 on CIFAR-100, 1000 on ImageNet. Of fewer training inputs, the
-    farthest counts. Keeps the training features, 2 KiB for each training input of a network with
-    512 of them in float32.
+    h are the features that the last linear layer reads. The paper's k: 50 on CIFAR-10, 200 on
+    CIFAR-100, 1000 on ImageNet. If there are fewer training inputs, the farthest counts. The
+    training features are kept: 512 features in float32 take 2 KiB for each training input.
 
     Example:
         ```python
@@ -94,7 +97,7 @@ class KNN(Method):
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute `knn` of the unit features."""
-        # The key is the class: methods with different k share the training features.
+        # The key of the cache is the class: methods with different k share the training features.
         neighbors, lengths = context.model_context.once(KNN, lambda: self._neighbors(context))
         features = context.head.features.to(neighbors)
         return knn(
@@ -108,7 +111,7 @@ class KNN(Method):
         self,
         context: BatchContext,
     ) -> tuple[Float[Tensor, "n f"], Float64[Tensor, " n"]]:
-        """Return the training features and their lengths.
+        """Return the training features, not divided by their lengths, and these lengths.
 
         The features are in double precision if 32 bits do not hold their inner products.
         """
@@ -126,8 +129,8 @@ class ClassGaussians:
     """A Gaussian for each class that has training inputs, with one covariance Σ for all of them.
 
     Attributes:
-        means: μ_c, the mean of each of the k classes.
-        whitening: A, with Σ⁻¹ = A Aᵀ.
+        means: μ_c, the mean features of each of the k classes.
+        whitening: A, with Σ⁻¹ = A Aᵀ; r is the rank of Σ.
     """
 
     means: Float64[Tensor, "k f"]
@@ -135,7 +138,12 @@ class ClassGaussians:
 
 
 def mahalanobis(features: Float[Tensor, "b f"], classes: ClassGaussians) -> Float64[Tensor, " b"]:
-    """Compute min_c (h - μ_c)ᵀ Σ⁻¹ (h - μ_c), as ‖Aᵀ(h - μ_c)‖², which is never negative."""
+    """Compute min_c (h - μ_c)ᵀ Σ⁻¹ (h - μ_c), as ‖Aᵀ(h - μ_c)‖², which is never negative.
+
+    Args:
+        features: h.
+        classes: the means μ_c and A, with Σ⁻¹ = A Aᵀ.
+    """
     h = features.double()
     distances = [((h - mean) @ classes.whitening).square().sum(-1) for mean in classes.means]
     return torch.stack(distances, dim=1).amin(-1)
@@ -282,5 +290,6 @@ class FDBD(Method):
         more than rounding.
         """
         features = training_features(context, self.name).features
+        # The root mean square of the lengths of the feature vectors.
         length = float(features.norm(dtype=torch.double)) / len(features) ** 0.5
         return features.mean(0, dtype=torch.double), MIN_DISTANCE * (length or 1.0)

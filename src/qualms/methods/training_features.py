@@ -53,6 +53,12 @@ def training_features(context: BatchContext, method: str) -> TrainingFeatures:
 
 
 def _compute_features(context: BatchContext, method: str) -> TrainingFeatures:
+    """Run the model over all training inputs, in parts that fit the budget.
+
+    Args:
+        context: the context that holds the model and its training data.
+        method: the name of the method, for the error if there is no training data.
+    """
     features: list[Tensor] = []
     max_logits: list[Tensor] = []
     labels: list[Tensor] = []
@@ -133,6 +139,7 @@ class ReAct(Method):
         return react(head.features, head.weight, head.bias, threshold)
 
     def _find_threshold(self, context: BatchContext) -> float:
+        """Compute the quantile of all the numbers in the training features."""
         # numpy's quantile, since torch's takes 16 million numbers at most.
         features = training_features(context, self.name).features
         return float(np.quantile(features.cpu(), self.quantile))
@@ -153,7 +160,7 @@ class Residual:
     alpha: float
 
     def virtual_logit(self, features: Float[Tensor, "b f"]) -> Float64[Tensor, " b"]:
-        """α ‖Rᵀ(h - o)‖."""
+        """Compute α ‖Rᵀ(h - o)‖ of features h."""
         return self.alpha * ((features.double() - self.origin) @ self.directions).norm(dim=-1)
 
 
@@ -167,7 +174,7 @@ def vim(
     Args:
         logits: z.
         features: h.
-        residual: fitted to training features by `fit_residual`.
+        residual: o, R and α, fitted to training features by `fit_residual`.
     """
     return residual.virtual_logit(features) - logits.logsumexp(-1)
 
@@ -210,18 +217,21 @@ class ViM(Method):
         return vim(context.logits, context.head.features, residual)
 
     def _fit(self, context: BatchContext) -> Residual:
+        """Fit the residual to the training features, with the given or the paper's dimensions."""
         training = training_features(context, self.name)
         dimensions = self.dimensions or default_dimensions(training.features.shape[1])
         return fit_residual(training, context.head, dimensions)
 
     def quick(self) -> "ViM":
-        """Return the same method with one principal direction, for which few training inputs suffice."""
+        """Return the same method with one principal direction, which needs few training inputs."""
         return replace(self, dimensions=1)
 
 
 def default_dimensions(width: int) -> int:
-    """Choose D for a number of features, as in the paper's code; half of them below the 768 features
-    of the paper's smallest network.
+    """Choose D, the number of principal directions, for a number of features.
+
+    As in the paper's code; with fewer than 768 features, which the paper's smallest network has, it
+    is half of them.
     """
     if width >= 2048:
         return 1000

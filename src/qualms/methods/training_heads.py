@@ -43,12 +43,14 @@ from qualms.random import generator
 # Tensors of the size of a head in double precision while one head is sampled: its noise, the steps
 # that turn it into a head, the mean.
 COPIES_OF_SAMPLE = 6
-BATCH = 512  # training inputs for each step of QUAM, as in the paper's code
+# Training inputs for each step of QUAM, as in the paper's code.
+BATCH = 512
 LOGITS_AT_ONCE = 2**21  # logits of training inputs at a time, in QUAM
 # Tensors of the size of a head that QUAM adapts, as measured: the head itself, Adam's two means, the
 # gradient, its parts and intermediate results.
 COPIES_OF_HEAD = 9
-COPIES_OF_LOGITS = 5  # tensors of the size of the logits of training inputs
+# Tensors of the size of the logits of training inputs.
+COPIES_OF_LOGITS = 5
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Laplace(MonteCarlo):
         at_once = max(1, budget // (4 * _bytes_of_sample(head)))
 
         def log_probs(block: slice) -> Iterator[Tensor]:
+            """Yield log p of some inputs for one sampled head after the other, [b, 1, c]."""
             for weights, biases in posterior.samples(self.draws, context.seed, at_once):
                 features = head.features[block].to(weights)
                 for i, weight in enumerate(weights):
@@ -125,7 +128,7 @@ class Laplace(MonteCarlo):
         return fit_head(batches, head.weight, head.bias, self.prior_precision)
 
     def _training_batches(self, context: BatchContext) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield features and logits of the training inputs."""
+        """Yield the features that the last layer reads, and the logits, of the training inputs."""
         for batch in context.model_context.training_batches(self.name):
             for part in context.chunks(batch):
                 logits, head = forward_with_head(context.model, part)
@@ -216,6 +219,7 @@ class QUAM(Method):
         start = _as_matrix(context.head)
         x = _extend_features(context.head.features, context.head)
         inputs, classes = len(x), len(start)
+        # One search for each pair of an input and a class to disagree for: [inputs · classes, 2].
         pairs = torch.cartesian_prod(torch.arange(inputs), torch.arange(classes)).to(x.device)
         size = _heads_at_once(context, start, len(training[0].features))
         divergences: list[Tensor] = []
@@ -224,6 +228,7 @@ class QUAM(Method):
             divergence, excess = self._search(x[part[:, 0]], part[:, 1], start, training)
             divergences.append(divergence)
             excess_losses.append(excess)
+        # All models found for an input are weighed together.
         shape = (inputs, classes)
         all_divergences = torch.cat(divergences).unflatten(0, shape).flatten(1, 2)
         all_losses = torch.cat(excess_losses).unflatten(0, shape).flatten(1, 2)
@@ -240,7 +245,7 @@ class QUAM(Method):
         start: Float[Tensor, "c g"],
         training: "list[TrainingBatch]",
     ) -> tuple[Float64[Tensor, "m n"], Float64[Tensor, "m n"]]:
-        """Adapt one head for each row of features, towards predicting the target of the row.
+        """Adapt one head for each row of features, toward predicting the target of the row.
 
         Args:
             x: features, with a 1 for the bias.
@@ -263,6 +268,7 @@ class QUAM(Method):
             loss, loss_gradient = batch.loss_and_gradient(heads)
             divergence.append(kl(log_p, log_q))
             excess.append(loss.double() - batch.loss)
+            # The gradient of -log q(target | x).
             target_gradient = (log_q.exp() - one_hot).to(x)[:, :, None] * x[:, None]
             heads.grad = target_gradient + self.penalty * factor * loss_gradient
             # Adam squares the gradient, which must not overflow.
@@ -304,7 +310,13 @@ class QUAM(Method):
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """A batch of training data, and the loss of the given head on it."""
+    """A batch of training data, and the loss of the given head on it.
+
+    Attributes:
+        features: the features, with a 1 for the bias if the head has one.
+        labels: the class of each input.
+        loss: the mean cross-entropy of the given head.
+    """
 
     features: Float[Tensor, "n g"]
     labels: Int[Tensor, " n"]
@@ -324,6 +336,7 @@ class TrainingBatch:
         labels = self.labels.expand(m, 1, -1)
         loss = -log_q.gather(1, labels)[:, 0].mean(-1)
         minus_one = log_q.new_full((1, 1, 1), -1.0).expand_as(labels)
+        # The gradient with respect to the logits: probabilities minus one-hot labels.
         difference = log_q.exp().scatter_add(1, labels, minus_one)
         gradient = (difference.flatten(0, 1) @ self.features).unflatten(0, (m, c))
         return loss, gradient / len(self.labels)
@@ -349,12 +362,15 @@ def _heads_at_once(context: BatchContext, head: Float[Tensor, "c g"], inputs: in
 
 
 def _extend_features(features: Float[Tensor, "n f"], head: Head) -> Float[Tensor, "n g"]:
-    """Append a 1 to the features if the head has a bias."""
+    """Append a 1 to the features if the head has a bias (g = f + 1, else f); at least float32."""
     wide = at_least_float32(features)
     return wide if head.bias is None else F.pad(wide, (0, 1), value=1.0)
 
 
 def _as_matrix(head: Head) -> Float[Tensor, "c g"]:
-    """Join the weight with the bias, if there is one, as its last column."""
+    """Join weight and bias of a head to one matrix, in float32 at least.
+
+    The bias, if there is one, is the last column (g = f + 1, else f).
+    """
     columns = [head.weight] if head.bias is None else [head.weight, head.bias[:, None]]
     return at_least_float32(torch.cat(columns, dim=1))

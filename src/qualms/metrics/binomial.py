@@ -27,7 +27,9 @@ def binomial_cdf(wrong: int, inputs: int, rate: float) -> float:
 
 
 def upper_limit(wrong: int, inputs: int, confidence: float) -> float:
-    """Compute the smallest rate p with P(Bin(n, p) <= k) <= 1 - confidence, by bisection.
+    """Compute the upper confidence limit of an error rate, from k mistakes on n inputs.
+
+    It is the smallest rate p with P(Bin(n, p) <= k) <= 1 - confidence, found by bisection.
 
     Args:
         wrong: k, the number of mistakes.
@@ -53,5 +55,6 @@ def least_inputs(rate: float, confidence: float) -> int:
         rate: A rate of mistakes.
         confidence: The confidence at which it is ruled out.
     """
+    # Without 1e-9, rounding could turn a whole number into the next one.
     inputs = math.log(1 - confidence) / math.log1p(-rate)
     return math.ceil(inputs - 1e-9)

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from qualms.errors import QualmsError
 from qualms.metrics.checks import array
 
-# Give up where a measure is undefined on all but a tenth of the resamples.
+# The most draws for each resample that is needed: gives up where a measure is undefined on more
+# than nine tenths of the draws.
 DRAWS_PER_RESAMPLE = 10
 
 
@@ -65,7 +66,8 @@ def interval(
             f"resamples={resamples} and level={level} are invalid; "
             "pass at least 1 resample and a level between 0 and 1."
         )
-    measure(*tables)  # raises an error if it is undefined on the samples themselves
+    # Raises an error if it is undefined on the samples themselves.
+    measure(*tables)
     values = _resampled_values(measure, tables, paired, resamples, seed)
     return central_interval(list(islice(values, resamples)), level)
 

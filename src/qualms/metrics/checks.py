@@ -15,7 +15,7 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 
 def array(values: Any, what: str) -> NDArray[Any]:
-    """Return an array of at least one number.
+    """Convert values to a NumPy array; raise an error unless they are one or more numbers.
 
     Args:
         values: What NumPy accepts, or a tensor on any device, which may require gradients.
@@ -37,7 +37,7 @@ def array(values: Any, what: str) -> NDArray[Any]:
 
 
 def scores(values: Any, what: str) -> Float[Floats, " n"]:
-    """Return one finite number per input, of shape [n] in double precision.
+    """Convert scores to an array [n] in double precision; raise an error unless all are finite.
 
     Args:
         values: As for `array`.
@@ -54,11 +54,14 @@ def scores(values: Any, what: str) -> Float[Floats, " n"]:
 def scores_and_outcomes(
     uncertainty: Any, correct: Any
 ) -> tuple[Float[Floats, " n"], Bool[Bools, " n"]]:
-    """Return the uncertainty of each input, and whether its prediction is right, both of shape [n].
+    """Check and convert the uncertainty of each input, and whether its prediction is right.
 
     Args:
         uncertainty: Finite numbers, of shape [n].
         correct: Booleans, or 0 and 1, of shape [n].
+
+    Returns:
+        Floats and booleans, both of shape [n].
     """
     u = scores(uncertainty, "uncertainty")
     right = scores(correct, "correct")
@@ -74,7 +77,7 @@ def scores_and_outcomes(
 def scores_and_qualities(
     uncertainty: Any, quality: Any
 ) -> tuple[Float[Floats, " n"], Float[Floats, " n"]]:
-    """Return the uncertainty and the quality of each output, both of shape [n].
+    """Check and convert the uncertainty and the quality of each output, both of shape [n].
 
     Args:
         uncertainty: Finite numbers, of shape [n].
@@ -87,7 +90,7 @@ def scores_and_qualities(
 
 
 def logits_and_labels(logits: Any, labels: Any) -> tuple[Float[Floats, "n c"], Int[Integers, " n"]]:
-    """Return the logits of each input, of shape [n, c], and its label, of shape [n].
+    """Check and convert the logits of each input, of shape [n, c], and its label, of shape [n].
 
     Args:
         logits: Finite numbers, of shape [n, c].

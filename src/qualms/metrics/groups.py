@@ -79,6 +79,7 @@ def pairs_won(in_groups: Sequence[Floats], out_groups: Sequence[Floats]) -> Floa
     Returns:
         The number of pairs won, of shape [known groups, unknown groups].
     """
+    # With the index of its group in `owner`.
     known = np.concatenate(in_groups)
     owner = np.repeat(np.arange(len(in_groups)), _sizes(in_groups))
     won = np.empty((len(in_groups), len(out_groups)))
@@ -86,6 +87,7 @@ def pairs_won(in_groups: Sequence[Floats], out_groups: Sequence[Floats]) -> Floa
         ordered = np.sort(group)
         not_lower = len(group) - np.searchsorted(ordered, known, "left")
         higher = len(group) - np.searchsorted(ordered, known, "right")
+        # Of each known input with this group; ties count half.
         pairs = (not_lower + higher) / 2
         won[:, column] = np.bincount(owner, weights=pairs, minlength=len(in_groups))
     return won
@@ -102,9 +104,10 @@ def _share_interval(
     """Compute the bootstrap interval of the share of pairs that are won.
 
     Args:
-        won: Pairs, of shape [known groups, unknown groups], as `pairs_won` counts them.
+        won: The number of pairs won, of shape [known groups, unknown groups], as `pairs_won` counts
+            them; or the difference of two such counts.
         sizes: The sizes of the known groups, and those of the unknown ones.
-        paired: Whether known and unknown groups of the same numbers are drawn.
+        paired: Whether a draw takes known and unknown groups with the same indices.
         resamples: The number of resamples.
         level: The share of resamples between the two ends.
         seed: The seed of the draws.
@@ -114,6 +117,7 @@ def _share_interval(
     random = np.random.default_rng(seed)
     values = []
     for _ in range(resamples):
+        # How often each known group (a) and each unknown group (b) is drawn.
         a = _draw_counts(random, len(inside))
         b = a
         if not paired:

@@ -49,7 +49,9 @@ def pixel_metrics(
 def rank_pixels(
     scores: Any, labels: Any, unknown: int | Collection[int], ignore_index: int
 ) -> tuple[Floats, Bools]:
-    """Return the scores of all pixels that count, and whether each is unknown, both of shape [n].
+    """Select the scores of all pixels that count, and whether each is unknown, both of shape [n].
+
+    Raises an error if one of these scores is not finite, or if all or no pixels are unknown.
 
     Args:
         scores: A number per pixel.

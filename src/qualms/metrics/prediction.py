@@ -75,7 +75,7 @@ def nll_softmax_twice(logits: Any, labels: Any) -> float:
 
 
 def _log_softmax(z: Float[Floats, "n c"]) -> Float[Floats, "n c"]:
-    """Compute log p_c = z_c - max z - log(1 + Σ_k exp(z_k - max z)), k ≠ argmax z."""
+    """Compute log p_c = z_c - max z - log(1 + Σ_k exp(z_k - max z)), the sum over k ≠ argmax z."""
     likeliest = z.argmax(1)[:, None]
     z = z - np.take_along_axis(z, likeliest, 1)
     odds = np.exp(z)

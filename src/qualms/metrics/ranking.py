@@ -122,7 +122,16 @@ def roc(in_scores: Any, out_scores: Any) -> tuple[Float[Floats, " t"], Float[Flo
 
 
 def _positives(in_scores: Any, out_scores: Any, positive: str) -> tuple[Floats, Floats]:
-    """Return the scores of the positive and of the negative class; higher means more positive."""
+    """Order two sets of scores into positives and negatives; higher then means more positive.
+
+    Args:
+        in_scores: The uncertainty of in-distribution inputs, of shape [n].
+        out_scores: The uncertainty of out-of-distribution inputs, of shape [m].
+        positive: The class that counts as positive: "out"; or "in", with scores negated.
+
+    Returns:
+        The scores of the positive class, and those of the negative class.
+    """
     inside = scores(in_scores, "in_scores")
     outside = scores(out_scores, "out_scores")
     if positive not in ("out", "in"):
@@ -135,7 +144,7 @@ def _positives(in_scores: Any, out_scores: Any, positive: str) -> tuple[Floats, 
 def _counts(
     positives: Float[Floats, " p"], negatives: Float[Floats, " n"]
 ) -> tuple[Int[Integers, " t"], Int[Integers, " t"]]:
-    """Count positives and negatives at or above each distinct score, from the highest down."""
+    """Count the positives and the negatives at or above each distinct score, highest first."""
     thresholds = np.unique(np.concatenate([positives, negatives]))[::-1]
     positives_below = np.searchsorted(np.sort(positives), thresholds, "left")
     negatives_below = np.searchsorted(np.sort(negatives), thresholds, "left")

@@ -52,7 +52,12 @@ def prr(uncertainty: Any, quality: Any) -> float:
 
 
 def _area(u: Floats, q: Floats) -> float:
-    """Compute the mean over i of the mean quality of the i most certain outputs."""
+    """Compute the mean over i = 1..n of the mean quality of the i most certain outputs.
+
+    Args:
+        u: The uncertainty of each output, of shape [n].
+        q: The quality of each output, of shape [n].
+    """
     kept = np.arange(1, len(u) + 1)
     mean_quality = total_among_most_certain(u, q) / kept
     return float(mean_quality.mean())

@@ -12,7 +12,7 @@ from qualms.metrics.ties import total_among_most_certain
 
 
 def selective_risk(uncertainty: Any, correct: Any, coverage: float) -> float:
-    """Compute the error rate of the most certain inputs.
+    """Compute the error rate of the most certain inputs, a share `coverage` of all inputs.
 
     Args:
         uncertainty: One number per input, of shape [n]; higher means more uncertain.

@@ -21,9 +21,11 @@ def total_among_most_certain(
     Returns:
         The sum for each i, of shape [n].
     """
+    # For each input the index of its distinct score; and how many inputs have each distinct score.
     _, tie, sizes = np.unique(uncertainty, return_inverse=True, return_counts=True)
     sums = np.bincount(tie, weights=values)
     ends = np.concatenate([[0.0], np.cumsum(sizes)])
     totals = np.concatenate([[0.0], np.cumsum(sums)])
+    # Exact sums where a group of equal scores ends, and a straight line in between.
     places = np.arange(1, len(uncertainty) + 1)
     return np.interp(places, ends, totals)

@@ -22,7 +22,8 @@ from qualms.errors import QualmsError, explain_failure, reason
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 ARCHIVE = b"PK\x03\x04"  # how files of torch's new format begin
-MAX_INFLATION = 1032  # bytes that one compressed byte of an archive can hold
+# Bytes that one compressed byte of an archive can hold.
+MAX_INFLATION = 1032
 OLD_FORMAT_PICKLES = 5
 WRAPPERS = ("state_dict", "model_state_dict", "model", "net")
 PREFIXES = ("module.", "model.", "base_model.", "_orig_mod.")
@@ -97,6 +98,7 @@ class _BoundedReader(io.BufferedReader):
     """A file of which no read allocates more bytes than are left, whatever length is asked for."""
 
     def __init__(self, path: Path) -> None:
+        """Open the file; its length bounds every later read."""
         super().__init__(io.FileIO(path))
         self.length = path.stat().st_size
 
@@ -124,7 +126,8 @@ def load_torch_file(path: Path) -> Any:
         # Warnings about kinds of pickles and archives that are refused right after.
         warnings.simplefilter("ignore")
         with open(path, "rb") as start:
-            is_archive = start.read(len(ARCHIVE)) == ARCHIVE  # as torch distinguishes its formats
+            # As torch distinguishes its formats.
+            is_archive = start.read(len(ARCHIVE)) == ARCHIVE
         if is_archive:
             _require_entries(path)
             return torch.load(path, weights_only=True, map_location="cpu")
@@ -135,7 +138,10 @@ def load_torch_file(path: Path) -> Any:
 
 
 def _require_entries(path: Path) -> None:
-    """Raise a ValueError if an entry of a zip archive claims more bytes than it can unpack to."""
+    """Raise a ValueError if an entry of a zip archive claims more bytes than it can unpack to.
+
+    torch would allocate memory for all bytes that the entry claims.
+    """
     length = path.stat().st_size
     with zipfile.ZipFile(path) as file:
         for entry in file.infolist():
@@ -149,12 +155,16 @@ def _require_entries(path: Path) -> None:
 def _require_numbers(file: _BoundedReader) -> None:
     """Raise a ValueError if a file of torch's old format claims more numbers than it has bytes.
 
-    Such a file is five pickles and then numbers. torch allocates a storage of the length in
-    the pickle, which is the number right before its id is complete.
+    torch would allocate memory for all of them before it reads any. The file is five pickles, then
+    the numbers. In a pickle, the last integer before the opcode BINPERSID is a storage's length.
+
+    Args:
+        file: the open file, at its beginning; it is read up to the end of the pickles.
     """
     for _ in range(OLD_FORMAT_PICKLES):
         number = 0
         for code, argument, _ in pickletools.genops(file):
+            # Positions in the pickle's memo are integers too, but no lengths.
             is_memo = "PUT" in code.name or "GET" in code.name
             if isinstance(argument, int) and not is_memo:
                 number = argument
@@ -166,6 +176,7 @@ def _read_torch_file(path: Path) -> Any:
     """Read a file of torch; any exception becomes an error that names the file."""
 
     def explain(error: Exception) -> QualmsError:
+        """Create the error: refused if the file holds more than tensors, else damaged."""
         asked = re.search(r"GLOBAL ([\w.]+)", str(error))
         if asked or "TorchScript" in str(error):
             what = asked[1] if asked else "TorchScript"
@@ -183,7 +194,10 @@ def _read_torch_file(path: Path) -> Any:
 
 
 def _unwrap(content: Any) -> Any:
-    """Return the innermost dictionary under the keys that training scripts use as wrappers."""
+    """Return the innermost dictionary under the keys that training scripts use as wrappers.
+
+    Content without such keys, or that is no dictionary, is returned unchanged.
+    """
     while isinstance(content, Mapping):
         inside = []
         for key in WRAPPERS:
@@ -213,6 +227,9 @@ def fit_state(
             from the checkpoint's name to the network's.
         file: what an error calls the checkpoint.
         network: what an error calls the model.
+
+    Raises:
+        QualmsError: if a tensor is missing, unexpected or of another shape.
 
     Example:
         ```python
@@ -248,7 +265,7 @@ def _describe_mismatch(
         expected: the tensors of the model by name.
 
     Returns:
-        The problems, none if the tensors fit, and an advice.
+        The problems, an empty list if the tensors fit; and the advice that ends the error.
     """
     missing = _missing_keys(state, expected)
     unexpected = [key for key in state if key not in expected]
@@ -280,6 +297,10 @@ def _strip_prefixes(
 
     They are removed one by one until a name is the network's; if that never happens, the checkpoint
     is returned unchanged.
+
+    Args:
+        state: the tensors of the checkpoint by name.
+        expected: the tensors of the model by name.
     """
     bare = state
     while not any(key in expected for key in bare):
@@ -293,7 +314,13 @@ def _strip_prefixes(
 def _rename_keys(
     state: Mapping[str, Tensor], expected: Mapping[str, Tensor], rename: Rename
 ) -> dict[str, Tensor]:
-    """Rename the keys of a checkpoint to the network's names; keys that the network has already stay."""
+    """Rename a checkpoint's keys to the network's names; keys that the network has stay.
+
+    Args:
+        state: the tensors of the checkpoint by name.
+        expected: the tensors of the network by name.
+        rename: a mapping from prefixes to prefixes, or a function from name to name.
+    """
     renamed = {}
     for key, value in state.items():
         renamed[key if key in expected else _new_name(key, rename)] = value
@@ -316,6 +343,7 @@ def _missing_keys(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
     Two kinds may be missing: the batch counters of batch normalization, which evaluation never
     reads, and second names of a shared tensor, which safetensors drops.
     """
+    # Names of a shared tensor have the same memory, so one of them in the checkpoint is enough.
     present = {(expected[key].data_ptr(), expected[key].shape) for key in expected if key in state}
     missing = []
     for key, value in expected.items():

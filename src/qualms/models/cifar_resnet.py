@@ -34,16 +34,17 @@ class Block(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, inside, h, w] to [n, outside, h/stride, w/stride]."""
+        """Map [n, inside, h, w] to [n, outside, h/stride, w/stride]."""
         h = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
         return F.relu(h + self._shortcut(x))
 
     def _shortcut(self, x: Tensor) -> Tensor:
+        """Return x in the shape of the block's output."""
         if self.downsample is not None:
             return self.downsample(x)
         if self.stride == 1:
             return x
-        # Without parameters: every second pixel, and channels of zeros on both sides.
+        # Every second pixel, and half of the new channels, all zeros, on each side of x's.
         half = self.new_channels // 2
         return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, half, half))
 
@@ -67,7 +68,7 @@ class CifarResNet(nn.Module):
         self.fc = nn.Linear(64, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, 3, 32, 32] to [n, classes]."""
+        """Map [n, 3, 32, 32] to [n, classes]."""
         h = F.relu(self.bn1(self.conv1(x)))
         h = self.layer3(self.layer2(self.layer1(h)))
         return self.fc(h.mean((2, 3)))

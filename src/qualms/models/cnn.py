@@ -21,7 +21,8 @@ def paper_cnn(channels: int, size: int, classes: int = 10, hidden_layers: int = 
     Returns:
         A network that maps [n, channels, size, size] to [n, classes].
     """
-    side = (size - 6) // 2  # two 4x4 convolutions without padding, then pooling
+    # Two 4x4 convolutions without padding, then pooling.
+    side = (size - 6) // 2
     layers: list[nn.Module] = [
         nn.Conv2d(channels, 32, 4),
         nn.ReLU(),
@@ -60,27 +61,26 @@ class MnistCnn5x5(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 10, 5)
         self.conv2 = nn.Conv2d(10, 20, 5)
-        self.fc1 = nn.Linear(320, 50)
+        self.fc1 = nn.Linear(320, 50)  # 20 channels of 4x4 pixels
         self.fc2 = nn.Linear(50, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, 1, 28, 28] to [n, classes]."""
+        """Map [n, 1, 28, 28] to [n, classes]."""
         h = _quick_gelu(F.max_pool2d(self.conv1(x), 2))
         h = _quick_gelu(F.max_pool2d(self.conv2(h), 2))
         return self.fc2(_quick_gelu(self.fc1(h.flatten(1))))
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
-    """x σ(1.702 x), close to GELU."""
+    """Compute x σ(1.702 x), which is close to GELU."""
     return x * (1.702 * x).sigmoid()
 
 
 class SvhnCnn4(nn.Module):
-    """Four 3x3 convolutions with pooling, each twice as wide as the one before, and two linear
-    layers.
+    """Four 3x3 convolutions with pooling, and two linear layers.
 
     Args:
-        width: the number of channels of the first convolution.
+        width: the number of channels of the first convolution; each further one doubles it.
         hidden: the number of features before the last layer.
         classes: the number of classes.
     """
@@ -93,11 +93,11 @@ class SvhnCnn4(nn.Module):
             layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
             inside = outside
         self.layers = nn.Sequential(*layers)
-        self.fc1 = nn.Linear(2 * 2 * inside, hidden)
+        self.fc1 = nn.Linear(2 * 2 * inside, hidden)  # 32x32 pixels, halved four times
         self.fc2 = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, 3, 32, 32] to [n, classes]."""
+        """Map [n, 3, 32, 32] to [n, classes]."""
         return self.fc2(F.relu(self.fc1(self.layers(x).flatten(1))))
 
 

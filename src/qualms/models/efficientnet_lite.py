@@ -38,6 +38,7 @@ def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
         stride: the stride of the convolution.
     """
     sides = []
+    # F.pad takes the zeros of the last axis first.
     for length in (x.shape[-1], x.shape[-2]):
         positions = math.ceil(length / stride)
         zeros = max(0, (positions - 1) * stride + kernel - length)
@@ -66,8 +67,10 @@ def _conv(
 
 
 class InvertedResidual(nn.Module):
-    """A 1x1 convolution to more channels, a convolution of each channel alone, and a 1x1
-    convolution to fewer.
+    """A block that widens to more channels, convolves each of them alone, and narrows again.
+
+    The widening and the narrowing are 1x1 convolutions. Input and output are added if they have the
+    same shape.
     """
 
     def __init__(self, inside: int, outside: int, expansion: int, kernel: int, stride: int) -> None:
@@ -76,7 +79,8 @@ class InvertedResidual(nn.Module):
         Args:
             inside: channels of the input.
             outside: channels of the output.
-            expansion: the factor of the number of channels in between.
+            expansion: the number of channels in between, as a multiple of `inside`; 1 leaves out
+                the widening.
             kernel: side of the middle convolution's kernel.
             stride: the stride of the middle convolution.
         """
@@ -95,7 +99,7 @@ class InvertedResidual(nn.Module):
         self.bn2 = nn.BatchNorm2d(outside, EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, inside, h, w] to [n, outside, ceil(h/stride), ceil(w/stride)]."""
+        """Map [n, inside, h, w] to [n, outside, ceil(h/stride), ceil(w/stride)]."""
         h = x
         if self.has_expansion:
             h = F.relu6(self.bn0(self.expand_conv(h)))
@@ -107,9 +111,7 @@ class InvertedResidual(nn.Module):
 
 
 class EfficientNetLite(nn.Module):
-    """A 3x3 stem of stride 2, seven stages of inverted residuals, 1280 features, and a linear
-    layer.
-    """
+    """A 3x3 convolution of stride 2, seven stages of blocks, 1280 features, and a linear layer."""
 
     def __init__(self, width: float, depth: float, dropout: float, classes: int) -> None:
         """Make the network with random weights.
@@ -142,14 +144,14 @@ class EfficientNetLite(nn.Module):
         self.fc = nn.Linear(FEATURES, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, 3, h, w] to [n, classes]."""
+        """Map [n, 3, h, w] to [n, classes]."""
         h = F.relu6(self.bn0(self.conv_stem(pad_same(x, 3, 2))))
         h = F.relu6(self.bn1(self.conv_head(self.blocks(h))))
         return self.fc(self.dropout(h.mean((2, 3))))
 
 
 def round_channels(channels: float) -> int:
-    """Round to a multiple of 8: the nearest, or the next one up if the nearest is over 10 % less."""
+    """Round to the nearest multiple of 8, or to the next one up if that is over 10 % less."""
     nearest = max(8, int(channels + 4) // 8 * 8)
     return nearest if nearest >= 0.9 * channels else nearest + 8
 

@@ -6,14 +6,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-DOWN = (16, 32, 64)  # channels at each level, half as wide and high as the one before
+# Channels at each level, half as wide and high as the one before.
+DOWN = (16, 32, 64)
 UP = (48, 24)  # channels at each level on the way back up
 
 
 class FCN(nn.Module):
-    """A U-Net (Ronneberger et al., MICCAI 2015) of three levels: down to see far, and up again to
-    see where.
+    """A U-Net (Ronneberger et al., MICCAI 2015) of three levels.
 
+    Each level down halves height and width, so that a pixel's logits depend on a wide area. Each
+    level up joins the features of the same size from the way down, which know where things are.
     Height and width are multiples of 4. With 9 classes and one channel it has some 128,000 weights.
 
     Args:
@@ -34,6 +36,7 @@ class FCN(nn.Module):
         self.down = nn.ModuleList(_convolutions(a, b, b) for a, b in pairwise((channels, *DOWN)))
         self.up = nn.ModuleList()
         below = DOWN[-1]
+        # `below` channels come up from the level below, `beside` ones from the way down.
         for beside, outputs in zip(DOWN[-2::-1], UP, strict=True):
             self.up.append(_convolutions(below + beside, outputs))
             below = outputs
@@ -43,6 +46,7 @@ class FCN(nn.Module):
 
     def forward(self, x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n k h w"]:
         """Compute the logits of every class at every pixel."""
+        # The features of each level on the way down.
         seen: list[Tensor] = []
         for i, level in enumerate(self.down):
             x = level(x if i == 0 else self.shrink(x))

@@ -7,7 +7,7 @@ from torch import nn
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Compute a short digest of the names, types and values of all parameters and buffers."""
+    """Hash the names, dtypes, shapes and values of a model's state to sixteen hex digits."""
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
         flat = value.detach().cpu().contiguous().flatten()

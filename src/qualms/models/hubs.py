@@ -13,7 +13,8 @@ from torch import nn
 from qualms.errors import QualmsError, explain_failure, reason
 from qualms.models.checkpoint import fit_state, read_state
 
-MIN_LAYER_BYTES = 32  # the least that a layer takes in a file: a tensor's name and position
+# The least that a layer takes in a file: a tensor's name and position.
+MIN_LAYER_BYTES = 32
 MAX_NUMBERS_PER_BYTE = 8  # in a file of the most compressed weights
 KINDS = ("ForImageClassification", "ForSequenceClassification")
 
@@ -28,6 +29,7 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
     """
     source = f"timm:{name}"
     timm = _import_timm(source)
+    # timm also takes names with a colon, such as hf-hub:USER/NAME, which it does not list.
     if ":" not in name and not timm.is_model(name):
         near = get_close_matches(name, timm.list_models(), 3)
         hint = "timm.list_models() lists the names."
@@ -54,6 +56,7 @@ def _import_timm(source: str) -> Any:
     """Import timm, or raise an error that explains how to install it."""
 
     def explain(error: Exception) -> QualmsError:
+        """Create the error that timm cannot be imported, with the reason and how to install it."""
         return QualmsError(
             f"{source} needs timm, which does not import here ({reason(error)}); "
             "pip install timm torchvision."
@@ -72,6 +75,9 @@ def hide_progress_bars(transformers: Any) -> Iterator[None]:
 
     Nor does torch warn of layers of size zero: a network that has one does not fit its weights, so
     an error follows.
+
+    Args:
+        transformers: the package.
     """
     logging = transformers.utils.logging
     were_enabled = logging.is_progress_bar_enabled()
@@ -86,8 +92,9 @@ def hide_progress_bars(transformers: Any) -> Iterator[None]:
 
 
 def from_hugging_face(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """Create a classifier of images or texts of Hugging Face, in float32, running no code from the
-    hub.
+    """Create a classifier of images or texts of Hugging Face in float32.
+
+    No code that comes with the network is run.
 
     Args:
         name: a folder, or a name on the hub.
@@ -128,6 +135,9 @@ def load_own_weights(
         config: the configuration of the model.
         advice: what to do about weights that lack tensors, the end of the error.
         options: further arguments of `from_pretrained`.
+
+    Returns:
+        The model in float32.
     """
     with hide_progress_bars(transformers):
         _require_plausible_size(name, auto, config)
@@ -153,7 +163,12 @@ def load_own_weights(
 def _require_plausible_size(name: str, auto: Any, config: Any) -> None:
     """Raise if a folder's configuration claims far more weights than its files hold.
 
-    Memory would be allocated for all weights that it claims.
+    Memory would be allocated for all weights that it claims. A name on the hub is not checked.
+
+    Args:
+        name: a folder, or a name on the hub.
+        auto: the class whose `from_config` creates the model.
+        config: the configuration of the model.
     """
     if not Path(name).is_dir():
         return
@@ -162,6 +177,7 @@ def _require_plausible_size(name: str, auto: Any, config: Any) -> None:
     for key, value in config.to_dict().items():
         if "layers" in key and type(value) is int:
             layers.append(value)
+    # Even without numbers, creating a model takes time and memory for each layer.
     if max(layers) * MIN_LAYER_BYTES <= held:
         with torch.device("meta"):  # shapes without numbers
             model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
@@ -191,7 +207,14 @@ def transformers_for(name: str) -> Any:
 
 
 def _kind(source: str, config: Any) -> str:
-    """Find the task of a network: the end of its architecture's name, one of `KINDS`."""
+    """Return the one of `KINDS` in which the name of a network's architecture ends.
+
+    It completes the name of the class that loads the network: AutoModel + kind.
+
+    Args:
+        source: what the error calls the network.
+        config: the configuration of the network.
+    """
     architectures = config.architectures or []
     for kind in KINDS:
         if any(name.endswith(kind) for name in architectures):
@@ -221,9 +244,15 @@ def check_classes(source: str, classes: int | None, published: int) -> None:
 def _explain_not_made(
     source: str, weights: str | Path | None
 ) -> Callable[[Exception], QualmsError]:
-    """Create a function that turns an exception of a hub into an error with advice."""
+    """Create a function that turns an exception of timm or transformers into an error with advice.
+
+    Args:
+        source: what the error calls the network.
+        weights: the path of a checkpoint; without one, the error advises to pass one.
+    """
 
     def explain(error: Exception) -> QualmsError:
+        """Create the error that the network could not be created, with the reason and advice."""
         if weights is not None:
             return QualmsError(f"{source} could not be created: {reason(error)}; check the name.")
         return QualmsError(

@@ -12,9 +12,7 @@ def imagenet_classes() -> tuple[str, ...]:
 
 @cache
 def imagenet_ids() -> tuple[str, ...]:
-    """Read the WordNet id of each class, such as n01440764: the name of its folder in copies of
-    ImageNet.
-    """
+    """Read the WordNet id of each class, such as n01440764, by which its folder is named."""
     return tuple(number for number, _ in _lines())
 
 

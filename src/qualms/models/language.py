@@ -29,6 +29,7 @@ class LanguageModel:
     tokenizer: Any
 
     def __post_init__(self) -> None:
+        """Raise an error if the model is on several devices, or if the tokenizer is not fast."""
         device_map = getattr(self.model, "hf_device_map", None) or {}
         devices = sorted({str(device) for device in device_map.values()})
         if len(devices) > 1:
@@ -45,7 +46,7 @@ class LanguageModel:
 
     @property
     def context(self) -> int | None:
-        """How many tokens the model can read at once; None if it is not known."""
+        """How many tokens the model can read at once, by its configuration; None if not known."""
         config = self.model.config.get_text_config()
         length = getattr(config, "max_position_embeddings", None)
         if isinstance(length, int) and length > 0:
@@ -70,6 +71,7 @@ def load_language_model(source: str) -> LanguageModel:
     transformers = transformers_for(name)
 
     def explain(error: Exception) -> QualmsError:
+        """Create the error that names the source, with the reason and advice."""
         return QualmsError(f"{source} could not be loaded: {reason(error)}; {ADVICE}.")
 
     with explain_failure(explain):
@@ -88,9 +90,8 @@ def load_language_model(source: str) -> LanguageModel:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         loaded = LanguageModel(source, model.eval(), tokenizer)
         _require_causal(loaded)
-        tokenizer(
-            "a", return_offsets_mapping=True
-        )  # a tokenizer that cannot cut a text raises here
+        # Raises if the tokenizer cannot cut a text.
+        tokenizer("a", return_offsets_mapping=True)
     return loaded
 
 
@@ -115,6 +116,7 @@ def _require_causal(loaded: LanguageModel) -> None:
     Some architectures are causal only by their configuration, and no field is common to all
     of them.
     """
+    # Two texts that differ in the third token only: the logits at the first two must agree.
     ids = torch.tensor([[0, 1, 0], [0, 1, 1]])
     first, second = loaded.model(input_ids=ids).logits[:, :2]
     if not torch.allclose(first, second, rtol=1e-3, atol=1e-4):

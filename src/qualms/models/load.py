@@ -76,7 +76,14 @@ def load_model(
 
 
 def _from_zoo(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """Create a network of `ZOO`, with weights from a file or from an installed package."""
+    """Create a network of `ZOO`, with weights from a file or from an installed package.
+
+    Args:
+        name: the name in `ZOO`.
+        weights: the path of a checkpoint. None takes those of the network's package; a network
+            without a package then has random weights.
+        classes: the number of classes; None for the default of the network.
+    """
     entry = ZOO[name]
     if weights is None and entry.package is not None:
         check_classes(name, classes, entry.classes)
@@ -95,6 +102,7 @@ def _from_export(path: Path) -> nn.Module:
         raise QualmsError(f"there is no file {path}; check the path.")
 
     def explain(error: Exception) -> QualmsError:
+        """Create the error that the file is damaged, with the reason and advice."""
         return QualmsError(
             f"{path} is damaged or not an exported network ({reason(error)}); write it again with "
             "torch.export.save."
@@ -131,21 +139,33 @@ def _find_training_operation(model: nn.Module) -> str | None:
 
 
 def _is_training(node: torch.fx.Node) -> bool:
-    """Whether an operator is called in training mode."""
+    """Whether an operator is called in training mode.
+
+    Args:
+        node: a call of an operator in an exported graph.
+    """
     assert isinstance(node.target, torch._ops.OpOverload)
     arguments = dict(node.kwargs)
     for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
         arguments.setdefault(argument.name, value)
+    # Attention has no mode as an argument, but a share to drop, which is 0 in evaluation mode.
     in_training = arguments.get("train") is True or arguments.get("training") is True
     return in_training or bool(arguments.get("dropout_p"))
 
 
 def _from_factory(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """Create the network that a function or class returns, and load weights into it if there are any."""
+    """Call a function or class that returns a network, and load weights into the network.
+
+    Args:
+        name: an import path, `package.module:factory`.
+        weights: the path of a checkpoint; None leaves the network's weights.
+        classes: the number of classes that the factory is called with; None for its default.
+    """
     factory = _import_factory(name)
     options = {} if classes is None else {_classes_keyword(name, factory): classes}
 
     def explain(error: Exception) -> QualmsError:
+        """Create the error that names the factory and what it raised."""
         return QualmsError(
             f"{name} raised {type(error).__name__} when it was called: {reason(error)}."
         )
@@ -166,6 +186,7 @@ def _import_factory(name: str) -> Callable[..., Any]:
     path, _, attributes = name.partition(":")
 
     def explain(error: Exception) -> QualmsError:
+        """Create the error that names the module and why its import failed."""
         return QualmsError(
             f"{path} in {name} cannot be imported ({reason(error)}); check the name and the path."
         )
@@ -205,12 +226,13 @@ def _to_evaluation(model: nn.Module) -> nn.Module:
     if not isinstance(model, torch.fx.GraphModule):
         return model.cpu().eval()
     for module in model.modules():
-        module.training = False  # exported networks refuse eval(); they have no modes
+        # Exported networks refuse eval(); they have no modes.
+        module.training = False
     return model
 
 
 def _unknown_name(name: str) -> QualmsError:
-    """Create the error that a name is no source of a network, with similar names if there are any."""
+    """Create the error that a name is no source of a network; it suggests similar names."""
     if name.endswith(CHECKPOINTS):
         return QualmsError(
             f"{name} contains only weights; name the network and pass weights={name!r}."

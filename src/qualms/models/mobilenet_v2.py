@@ -35,8 +35,10 @@ def conv_norm_relu6(
 
 
 class InvertedResidual(nn.Module):
-    """A 1x1 convolution to more channels, a 3x3 convolution of each alone, and a 1x1 convolution to
-    fewer.
+    """A block that widens to more channels, convolves each of them alone, and narrows again.
+
+    The widening and the narrowing are 1x1 convolutions. Input and output are added if they have the
+    same shape.
     """
 
     def __init__(self, inside: int, outside: int, expansion: int, stride: int) -> None:
@@ -45,7 +47,8 @@ class InvertedResidual(nn.Module):
         Args:
             inside: channels of the input.
             outside: channels of the output.
-            expansion: the factor of the number of channels in between.
+            expansion: the number of channels in between, as a multiple of `inside`; 1 leaves out
+                the widening.
             stride: the stride of the middle convolution.
         """
         super().__init__()
@@ -60,14 +63,16 @@ class InvertedResidual(nn.Module):
         self.has_shortcut = stride == 1 and inside == outside
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, inside, h, w] to [n, outside, ceil(h/stride), ceil(w/stride)]."""
+        """Map [n, inside, h, w] to [n, outside, ceil(h/stride), ceil(w/stride)]."""
         h = self.conv(x)
         return x + h if self.has_shortcut else h
 
 
 class MobileNetV2(nn.Module):
-    """A 3x3 stem of stride 2, seven stages of inverted residuals, 1280 features, and a linear
-    layer.
+    """A 3x3 convolution of stride 2, seven stages of blocks, 1280 features, and a linear layer.
+
+    Args:
+        classes: the number of classes.
     """
 
     def __init__(self, classes: int) -> None:
@@ -84,7 +89,7 @@ class MobileNetV2(nn.Module):
         self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(FEATURES, classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, 3, h, w] to [n, classes]."""
+        """Map [n, 3, h, w] to [n, classes]."""
         return self.classifier(self.features(x).mean((2, 3)))
 
 

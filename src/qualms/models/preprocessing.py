@@ -145,7 +145,7 @@ def _of_zoo(name: str, model: nn.Module) -> Preprocessing:
 
 
 def _count_outputs(model: nn.Module) -> int:
-    """Count the outputs of the last linear layer or convolution.
+    """Count the outputs of the last linear layer or convolution; 0 if there is none.
 
     In most networks, these are the classes.
     """
@@ -188,7 +188,7 @@ def _timm_transform(settings: Any) -> ImageTransform | None:
 
 
 def _known_interpolation(name: Any) -> Interpolation | None:
-    """Return an interpolation that we support by its name; None if we do not."""
+    """Return the name if it is an interpolation of `ImageTransform`; None if it is not."""
     for known in RESAMPLES.values():
         if known == name:
             return known
@@ -248,8 +248,10 @@ def _of_hugging_face(name: str, config: Any) -> Preprocessing:
 
 
 def _find_processor_settings(name: str) -> Path | None:
-    """Find the file of the image processor's settings, in the folder or on the hub; None if there is
-    no such file.
+    """Find the file of the image processor's settings; None if there is none.
+
+    Args:
+        name: a folder, or a name on the hub, from which the file is downloaded.
     """
     file = "preprocessor_config.json"
     if Path(name).is_dir():
@@ -259,7 +261,8 @@ def _find_processor_settings(name: str) -> Path | None:
         from transformers.utils.hub import cached_file
 
         cached = cached_file(name, file)
-    except (ImportError, OSError, ValueError):  # a network without them, or out of reach
+    # A network without them, or out of reach.
+    except (ImportError, OSError, ValueError):
         return None
     return None if cached is None else Path(cached)
 
@@ -270,12 +273,17 @@ def _processor_normalization(settings: dict[str, Any]) -> Normalization | None:
     is_used = settings.get("do_normalize", True) and settings.get("do_rescale", True)
     if not (mean and std and is_used):
         return None
-    times = 2 if settings.get("include_top") else 1  # EfficientNet's divides a second time
+    # EfficientNet's divides a second time.
+    times = 2 if settings.get("include_top") else 1
     return Normalization(tuple(map(float, mean)), tuple(float(s) ** times for s in std))
 
 
 def _processor_transform(settings: dict[str, Any]) -> ImageTransform | None:
-    """Read how an image processor resizes; None if it does not, or in a way that is not known."""
+    """Read how an image processor resizes; None if it does not, or in a way that is not known.
+
+    Args:
+        settings: the content of `preprocessor_config.json`.
+    """
     size, interpolation = settings.get("size"), RESAMPLES.get(settings.get("resample", 2))
     if size is None or interpolation is None or not settings.get("do_resize", True):
         return None
@@ -301,16 +309,20 @@ def _processor_transform(settings: dict[str, Any]) -> ImageTransform | None:
 def _shorter_side(
     kind: str, shorter: int, crop: Any, share: Any
 ) -> tuple[tuple[int, int], int | None]:
-    """Compute the size after the crop and the shorter side before it, for processors whose `size` is
-    the shorter side.
+    """Compute the sizes for an image processor whose `size` is the shorter side.
 
     Args:
-        kind: the class of the processor, some of which have a rule of their own.
+        kind: the name of the processor's class; some classes compute sizes differently.
         shorter: the shorter side in the settings.
         crop: the size of the crop; None if there is none.
-        share: `crop_pct` in the settings.
+        share: `crop_pct` in the settings; None if it is not there.
+
+    Returns:
+        The height and width after the crop; and the shorter side before it, None for an image that
+        is resized straight to them.
     """
-    if kind.startswith("ConvNext"):  # crops by a share of its own, and squeezes what is large
+    # Crops by `crop_pct` below 384 pixels, only resizes above.
+    if kind.startswith("ConvNext"):
         resize = int(shorter / (share or 224 / 256)) if shorter < 384 else None
         return (shorter, shorter), resize
     if kind.startswith(("Levit", "LeViT")):
@@ -351,9 +363,8 @@ def _config_names(config: Any) -> tuple[str, ...]:
 
 
 def _export_transform(model: nn.Module) -> ImageTransform | None:
-    """Read the input size that a network was exported with; None if its height or width was left
-    open.
-    """
+    """Read the input size that a network was exported with; None if its height or width is open."""
+    # Placeholders in it are the model's inputs.
     graph = getattr(model, "graph", None)
     shapes = []
     for node in graph.nodes if graph is not None else ():

@@ -26,7 +26,7 @@ class BasicBlock(nn.Module):
         self.shortcut = _shortcut(inside, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, inside, h, w] to [n, width, h/stride, w/stride]."""
+        """Map [n, inside, h, w] to [n, width, h/stride, w/stride]."""
         h = F.relu(self.bn1(self.conv1(x)))
         return F.relu(self.bn2(self.conv2(h)) + self.shortcut(x))
 
@@ -54,14 +54,20 @@ class Bottleneck(nn.Module):
         self.shortcut = _shortcut(inside, outside, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, inside, h, w] to [n, 4·width, h/stride, w/stride]."""
+        """Map [n, inside, h, w] to [n, 4·width, h/stride, w/stride]."""
         h = F.relu(self.bn1(self.conv1(x)))
         h = F.relu(self.bn2(self.conv2(h)))
         return F.relu(self.bn3(self.conv3(h)) + self.shortcut(x))
 
 
 def _shortcut(inside: int, outside: int, stride: int) -> nn.Module:
-    """Create a shortcut: the identity, or a 1x1 convolution where the shape changes."""
+    """Create a shortcut: the identity, or a 1x1 convolution where the shape changes.
+
+    Args:
+        inside: channels of the block's input.
+        outside: channels of the block's output.
+        stride: the stride of the block.
+    """
     if stride == 1 and inside == outside:
         return nn.Identity()
     return nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
@@ -96,7 +102,7 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(inside, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, 3, 32, 32] to [n, classes]."""
+        """Map [n, 3, 32, 32] to [n, classes]."""
         h = F.relu(self.bn1(self.conv1(x)))
         h = self.layer4(self.layer3(self.layer2(self.layer1(h))))
         return self.fc(h.mean((2, 3)))

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each behind a layer normalization and with a shortcut around
-    both.
+    """Attention, then two linear layers, each part after a layer normalization.
+
+    Each part's result is added to its input.
 
     Args:
         width: channels of every token.
@@ -30,8 +31,9 @@ class Block(nn.Module):
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, tokens, width] to [n, tokens, width]."""
+        """Map [n, tokens, width] to [n, tokens, width]."""
         qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
+        # From [n, tokens, 3, heads, d] to three times [n, heads, tokens, d].
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
@@ -53,14 +55,14 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
-        self.position = nn.Parameter(torch.empty(1, 65, width))
+        self.position = nn.Parameter(torch.empty(1, 65, width))  # the class token and 8x8 patches
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
         nn.init.trunc_normal_(self.position, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, 3, 32, 32] to [n, classes]."""
+        """Map [n, 3, 32, 32] to [n, classes]."""
         h = self.patches(x).flatten(2).transpose(1, 2)
         h = torch.cat([self.token.expand(len(h), -1, -1), h], dim=1) + self.position
         return self.head(self.norm(self.blocks(h))[:, 0])
@@ -72,7 +74,8 @@ def vit_small(classes: int = 10) -> VisionTransformer:
 
 
 def vit_tiny(classes: int = 10) -> VisionTransformer:
-    """Create a vision transformer with 96 channels, 4 blocks and 3 heads: 0.46 million parameters,
-    which a CPU can train.
+    """Create a vision transformer with 96 channels, 4 blocks and 3 heads, which a CPU can train.
+
+    It has 0.46 million parameters.
     """
     return VisionTransformer(width=96, depth=4, heads=3, classes=classes)

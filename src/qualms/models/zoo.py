@@ -36,7 +36,7 @@ from qualms.models.vit import vit_small, vit_tiny
 
 @dataclass(frozen=True)
 class Entry:
-    """A network by name.
+    """How a named network is built, and what its published weights expect.
 
     Args:
         build: a function from the number of classes to the network with random weights.
@@ -117,7 +117,7 @@ CIFAR100 = Normalization(mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2
 def _efficientnet_lite(
     number: int, build: Callable[[int], nn.Module], size: int, resize: int, file: str
 ) -> Entry:
-    """Create the entry of an EfficientNet-Lite of TensorFlow's, whose images are cropped as by timm.
+    """Create the entry of an EfficientNet-Lite with TensorFlow's weights and timm's crop.
 
     Args:
         number: the number of the network, 0 to 2.

@@ -10,12 +10,13 @@ from qualms.report.figures import format_percent
 from qualms.report.numbers import Estimate, MethodSummary, Verdict
 from qualms.report.roles import find_default, not_for_use
 
-MAX_WIDE_COLUMNS = 3  # unknown groups with a column of their row_summary on a wide screen
+# Up to so many unknown groups, AUROC columns are shown on a wide screen.
+MAX_WIDE_COLUMNS = 3
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table.
+    """The heading of a column of the table that compares methods.
 
     Args:
         of: The name of the group of images that the column is about; empty if there is none.
@@ -33,12 +34,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Span:
-    """The range of values that whiskers are drawn on.
+    """The range of values that whiskers (drawn intervals) share in the cells of the table.
 
     Args:
         low: The value at the left end.
         high: The value at the right end.
-        chance: The value of a random score.
+        chance: The measure of a random score, such as an AUROC of 0.5.
     """
 
     low: float
@@ -46,13 +47,13 @@ class Span:
     chance: float
 
     def place(self, value: float) -> float:
-        """Return the place of a value in percent of the width, from 0 to 100."""
+        """Return where a value lies between the ends, from 0 to 100; values outside lie at an end."""
         share = (value - self.low) / (self.high - self.low)
         return round(100 * min(1.0, max(0.0, share)), 2)
 
 
 def columns(content: Content, summaries: Sequence[MethodSummary]) -> list[Column]:
-    """Return the columns that these images and labels can fill.
+    """Return the columns of the table for which there are groups of images, labels or costs.
 
     Args:
         content: The content of the report.
@@ -87,7 +88,7 @@ def columns(content: Content, summaries: Sequence[MethodSummary]) -> list[Column
 
 
 def _group_column_place(groups: int) -> str:
-    """Return where the columns of unknown groups are shown, by the number of groups."""
+    """Return the `Column.place` of the AUROC columns of that many unknown groups."""
     if groups == 1:
         return "first"
     if groups <= MAX_WIDE_COLUMNS:
@@ -102,11 +103,13 @@ def cells(
 
     Args:
         content: The content of the report.
-        summaries: The summaries of all methods, which decide the range of whiskers.
+        summaries: The summaries of all methods. Those that are for use decide the range of
+            whiskers.
         row_summary: The summary of the method in this row.
 
     Returns:
-        For each cell its text, the key to sort by, and the positions of the dot and the whisker.
+        For each cell its text, the key to sort by, and the positions of the dot and the whisker
+        (see `_estimate_cell`).
     """
     unused = not_for_use(content)
     areas: list[Estimate] = []
@@ -162,6 +165,7 @@ def describe_comparison(
     """
     if verdict.highest is None:
         return [_explain_no_comparison(content)]
+    # The name of `MethodSummary.main`, its value at chance, and how it is formatted.
     measure, chance, scale, digits = "AUROC", "50 %", 100, 1
     if len(content.unknown) > 1:
         measure = "mean AUROC"
@@ -230,7 +234,11 @@ def _format_interval(estimate: Estimate, scale: int, digits: int) -> str:
 def _span(estimates: Sequence[Estimate], chance: float) -> Span:
     """Return the range of whiskers: of some estimates and their intervals, with a margin.
 
-    The range goes below chance by a tenth of its length above chance, at most.
+    Below chance, the range is at most a tenth as long as above it: worse methods end at its edge.
+
+    Args:
+        estimates: The estimates of the methods that are for use.
+        chance: The measure of a random score.
     """
     ends = []
     for estimate in estimates:
@@ -260,9 +268,14 @@ def _estimate_cell(estimate: Estimate, scale: int, digits: int, span: Span) -> d
 
     Args:
         estimate: The value and its interval.
-        scale: The factor of the numbers.
+        scale: The factor of the numbers in the text; 100 gives percent.
         digits: The number of decimals.
         span: The range that the whisker is drawn on.
+
+    Returns:
+        The text, the key to sort by, the interval as text, and in percent of the cell's width the
+        left end and the width of the whisker, the place of the dot (`at`), and the place of chance
+        (-1 if it is outside).
     """
     low, high = estimate.low, estimate.high
     if not math.isfinite(low):

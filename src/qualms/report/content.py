@@ -34,6 +34,7 @@ class Group:
     confidence: np.ndarray | None = None
 
     def __post_init__(self) -> None:
+        """Raise an error unless there is one finite number per image everywhere."""
         for method, values in self.scores.items():
             self._require_length(f"the scores of {method}", values)
         self._require_length("the predictions", self.predicted)
@@ -80,6 +81,7 @@ class LayerContributions:
     groups: Sequence[str]
 
     def __post_init__(self) -> None:
+        """Raise an error unless the contributions are a table of numbers of 0 or more."""
         shape = self.contributions.shape
         if shape != (len(self.groups), len(self.names)) or not self.contributions.size:
             raise QualmsError(
@@ -95,7 +97,7 @@ class LayerContributions:
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """Everything that a report shows. Where something is missing, the page explains what is needed.
+    """Everything that a report shows; where something is missing, the page says what is needed.
 
     Args:
         title: The title of the page.
@@ -122,6 +124,7 @@ class Content:
     classes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        """Raise an error if scores are missing, or if names of groups or methods do not match."""
         if not self.known.scores:
             raise QualmsError(
                 f"{self.known.name} has no scores; pass those of at least one method."
@@ -135,7 +138,7 @@ class Content:
         self._require_layers_of(names)
 
     def _require_same_methods(self) -> None:
-        """Raise an error if a group has scores of other methods than the known images."""
+        """Raise an error unless all groups have scores by the same methods."""
         for group in self.unknown:
             difference = set(group.scores) ^ set(self.known.scores)
             if difference:
@@ -164,10 +167,10 @@ class Content:
 
     @property
     def groups(self) -> list[Group]:
-        """The known images first, then the unknown ones."""
+        """All groups of images: the known images first, then the unknown groups."""
         return [self.known, *self.unknown]
 
     @property
     def methods(self) -> list[str]:
-        """The methods, in the order of the known images' scores."""
+        """The names of the methods, in the order of the known images' scores."""
         return list(self.known.scores)

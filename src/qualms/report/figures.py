@@ -24,6 +24,9 @@ def roc_figure(content: Content, method: str) -> Figure:
     Args:
         content: The content of the report.
         method: The method whose scores are drawn.
+
+    Returns:
+        The titles of the axes (`x`, `y`), the `lines` (see `_line`), and a sentence as `summary`.
     """
     lines = [_line("chance", None, [0, 100], [0, 100])]
     areas = []
@@ -48,14 +51,19 @@ def lift_figure(content: Content, method: str) -> Figure:
     Lift is the accuracy of the most certain known images, divided by the overall accuracy.
 
     Args:
-        content: The content of the report. The known images have labels, and some are right.
+        content: The content of the report. The known images have labels, and some of their
+            predictions are right.
         method: The method whose scores decide the order.
+
+    Returns:
+        The titles of the axes (`x`, `y`), the `lines` (see `_line`), and a sentence as `summary`.
     """
     correct = content.known.correct
     scores = content.known.scores[method]
     assert correct is not None
     share = 100 * np.arange(1, len(scores) + 1) / len(scores)
     lines = []
+    # Right predictions before wrong ones is the ideal order.
     for name, color, order in (("ideal order", None, ~correct), (method, 0, scores)):
         x, y = thin_curve(share, lift_curve(order, correct))
         lines.append(_line(name, color, round_digits(x), round_digits(y)))
@@ -83,6 +91,10 @@ def learning_figure(curves: Sequence[LearningCurve], title: str, best: str) -> F
         curves: The curves of a dataset, at least one.
         title: The title of the vertical axis.
         best: Which value is best: the `highest` of shares, or the `lowest` of other numbers.
+
+    Returns:
+        The titles of the axes (`x`, `y`), the `lines` (see `_line`) with the range over seeds as
+        `low` and `high`, and a sentence as `summary`.
     """
     is_share = best == "highest"
     scale = 100 if is_share else 1
@@ -109,11 +121,12 @@ def _scale(values: Sequence[float], scale: int) -> list[float]:
 def _line(
     name: str, color: int | None, x: Sequence[int | float], y: Sequence[int | float]
 ) -> dict[str, Any]:
-    """Return a line of a figure.
+    """Return a line of a figure as values for JSON.
 
     Args:
         name: The name in the legend.
-        color: The number of the color; None for a reference.
+        color: The number of the color: 0 for the known images, 1 and up for unknown groups; or
+            the index of a method. None for a reference such as chance.
         x: The horizontal coordinates of the points.
         y: The vertical coordinates of the points.
     """
@@ -126,5 +139,5 @@ def format_percent(share: float) -> str:
 
 
 def round_digits(values: np.ndarray, digits: int = 5) -> list[float]:
-    """Round to `digits` significant digits, as many as a drawing can show."""
+    """Round each value to `digits` significant digits: what a drawing can show, in a small file."""
     return [float(f"{value:.{digits}g}") for value in values]

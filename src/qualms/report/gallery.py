@@ -26,7 +26,7 @@ def extreme_images(scores: np.ndarray, most: int = MAX_EXTREMES) -> tuple[list[i
         most: The largest number of images in each list.
 
     Returns:
-        The numbers of the images with the lowest scores, and of those with the highest.
+        The indices of the images with the lowest scores, and of those with the highest.
     """
     order = np.argsort(scores, kind="stable").tolist()
     lowest = order[: min(most, (len(order) + 1) // 2)]
@@ -35,11 +35,11 @@ def extreme_images(scores: np.ndarray, most: int = MAX_EXTREMES) -> tuple[list[i
 
 
 def confident_mistakes(group: Group, most: int = MAX_MISTAKES) -> list[int]:
-    """Return the wrongly predicted images, in descending order of the network's confidence.
+    """Return the indices of wrongly predicted images, in descending order of confidence.
 
     Args:
-        group: Images; without labels or confidences there are no known mistakes.
-        most: The largest number of images.
+        group: Images with predictions; without labels or confidences, the list is empty.
+        most: The largest number of images in the list.
     """
     if group.correct is None or group.confidence is None:
         return []
@@ -56,11 +56,11 @@ def class_name(number: int, classes: tuple[str, ...]) -> str:
 
 
 def image_url(images: Images, index: int) -> str:
-    """Return an image as a data URL, no larger than `MAX_SIDE` pixels.
+    """Return an image as the data URL of a PNG, whose sides have at most `MAX_SIDE` pixels.
 
     Args:
         images: Images with 1 or 3 channels.
-        index: The number of the image.
+        index: The index of the image.
     """
     pixels = images.pixels[index].cpu().permute(1, 2, 0).numpy()
     channels = pixels.shape[2]
@@ -76,7 +76,7 @@ def image_url(images: Images, index: int) -> str:
 
 
 def png_url(picture: Any) -> str:
-    """Encode a Pillow image as a data URL."""
+    """Encode a Pillow image as the data URL of a PNG file."""
     file = BytesIO()
     picture.save(file, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

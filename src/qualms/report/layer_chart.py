@@ -25,9 +25,10 @@ MAX_IMAGES = 24  # images of each group
 def layers_of(
     network: Network, groups: Sequence[Group], methods: Mapping[str, Method]
 ) -> dict[str, LayerContributions]:
-    """Compute Σ_c w_c ‖∇ log p_c‖ of each layer for the first `MAX_IMAGES` of each group.
+    """Compute Σ_c w_c ‖∇ log p_c‖ of each layer for the first `MAX_IMAGES` images of each group.
 
-    Smoothing is left out. Only methods that are sums of the gradient norms of classes have layers.
+    The sum is over the classes c, whose weights w_c the method decides. Smoothing is left out. Only
+    methods that are such sums have layers.
 
     Args:
         network: The network that is scored.
@@ -63,7 +64,7 @@ def layer_sums(
     methods: Mapping[str, Method],
     settings: Settings | None = None,
 ) -> tuple[list[str], dict[str, Float[np.ndarray, "b l"]]]:
-    """Compute the contribution of each layer to the scores of a batch.
+    """Compute the contribution of each layer to the scores of a batch, without smoothing.
 
     Args:
         model: A classifier.

@@ -25,7 +25,8 @@ from qualms.report.offline import (
 )
 
 MAX_IMAGES = 12  # that are shown; the numbers are of all
-STEPS = 200  # steps of the threshold, each half a percent of the known pixels
+# Steps of the threshold, each half a percent of the known pixels.
+STEPS = 200
 NO_SCORE = 255
 COVERAGE = 95  # the first threshold, in percent
 # The colors of Okabe and Ito, and a few more; the first class is often the background.
@@ -56,7 +57,7 @@ MEASURES = {  # what the table shows: its heading, and an explanation
 
 @dataclass(frozen=True, eq=False)
 class Maps:
-    """Everything that a page of maps shows. Maps are arrays of shape [n, height, width].
+    """Everything that a page of maps shows. A map is an array of shape [n, height, width].
 
     Args:
         title: The title of the page.
@@ -81,6 +82,7 @@ class Maps:
     about: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Raise an error if scores are missing, or if a map has another shape than the images."""
         if not self.scores:
             raise QualmsError("the page has no scores; pass those of at least one method.")
         self._require_shape("the prediction", self.prediction)
@@ -166,13 +168,20 @@ def write_maps(maps: Maps, path: str | Path) -> Path:
 
 
 def _rank_methods(maps: Maps) -> list[dict[str, Any]]:
-    """Return the measures of each method, in descending order of AUROC."""
+    """Return a row with the measures of each method, in descending order of AUROC.
+
+    Without unknown pixels, the order is that of the AUROC of wrong predictions.
+    """
     rows = [{"method": method, **_measures(maps, method)} for method in maps.scores]
     return sorted(rows, key=lambda row: -row.get("auroc", row.get("wrong", 0.0)))
 
 
 def _measures(maps: Maps, method: str) -> dict[str, float]:
-    """Compute the measures of `MEASURES` for which there are labels."""
+    """Compute the measures of a method by name: those of `MEASURES` that the labels allow.
+
+    Without labels there are none. Detection needs unknown pixels, and `wrong` needs right and wrong
+    predictions for known pixels.
+    """
     if maps.labels is None:
         return {}
     scores = maps.scores[method]
@@ -192,7 +201,7 @@ def _scene(maps: Maps, i: int, colors: Mapping[int, str]) -> dict[str, str]:
 
     Args:
         maps: The content of the page.
-        i: The number of the image.
+        i: The index of the image.
         colors: The color of each class.
     """
     name = f"image {i}"
@@ -211,19 +220,22 @@ def _scene(maps: Maps, i: int, colors: Mapping[int, str]) -> dict[str, str]:
 def _method_data(maps: Maps, method: str, shown: range) -> dict[str, Any]:
     """Return what the page's script reads about a method.
 
-    These are the thresholds, the share of pixels that each of them accepts and flags, and for each
-    shown pixel the number of thresholds that flag it.
+    These are the thresholds, and for each of them the share of known pixels that it accepts
+    (`accepted`), of unknown pixels that it flags (`flagged`), and of right predictions among the
+    accepted known pixels (`right`); and for each shown pixel how many thresholds flag it
+    (`levels`). Threshold k accepts k of `STEPS` equal shares of the known pixels.
 
     Args:
         maps: The content of the page.
         method: The name of the method.
-        shown: The numbers of the images that are shown.
+        shown: The indices of the images that are shown.
     """
     scores = maps.scores[method].astype(np.float64)
     counts = maps.counts & np.isfinite(scores)
     known = np.sort(scores[counts & ~maps.is_unknown])
     unknown = np.sort(scores[counts & maps.is_unknown])
     shares = np.arange(1, STEPS + 1) / STEPS
+    # Subtracting 1e-9 keeps rounding errors from moving a whole number to the next one.
     places = np.ceil(shares * len(known) - 1e-9).astype(int) - 1
     thresholds = known[places]
     accepted = np.searchsorted(known, thresholds, "right")
@@ -252,7 +264,7 @@ def _method_data(maps: Maps, method: str, shown: range) -> dict[str, Any]:
 def threshold_levels(
     scores: Float[np.ndarray, "h w"], thresholds: Float[np.ndarray, " k"]
 ) -> UInt8[np.ndarray, "h w"]:
-    """Count the thresholds that flag each pixel; pixels without a score have `NO_SCORE`.
+    """Count the thresholds below each pixel's score; pixels without a score get `NO_SCORE`.
 
     Args:
         scores: The scores of the pixels, of shape [height, width]; NaN where there is none.
@@ -263,13 +275,19 @@ def threshold_levels(
 
 
 def _subsample(values: Shaped[np.ndarray, "h w *c"]) -> Shaped[np.ndarray, "k l *c"]:
-    """Keep every k-th pixel of a map that is too large, without averaging pixels."""
+    """Keep every k-th row and column, so that no side has more than `MAX_SIDE` pixels.
+
+    Pixels are not averaged, since classes and levels have no mean.
+    """
     step = math.ceil(max(values.shape[:2]) / MAX_SIDE)
     return values[::step, ::step]
 
 
 def _colors(maps: Maps) -> dict[int, str]:
-    """Return the color of each class that occurs or has a name."""
+    """Return the color of each class that occurs or has a name, by the number of the class.
+
+    All unknown classes have one color; ignored pixels have none.
+    """
     occurring = set(np.unique(maps.prediction).tolist())
     if maps.labels is not None:
         occurring |= set(np.unique(maps.labels).tolist())
@@ -282,16 +300,17 @@ def _colors(maps: Maps) -> dict[int, str]:
 
 
 def _color(number: int) -> str:
-    """Return the color of a class; those beyond the list go around the color wheel."""
+    """Return the color of a class: from `COLORS`, and beyond these from around the color wheel."""
     if 0 <= number < len(COLORS):
         return COLORS[number]
-    hue = number * 0.618 % 1  # the golden angle sets consecutive numbers far apart
+    # The golden angle sets consecutive numbers far apart.
+    hue = number * 0.618 % 1
     red, green, blue = colorsys.hsv_to_rgb(hue, 0.55, 0.9)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
 def _legend(maps: Maps, colors: Mapping[int, str]) -> list[tuple[str, str]]:
-    """Return names with their colors; all unknown classes share an entry."""
+    """Return the legend: names of classes with their colors; all unknown classes share an entry."""
     classes = tuple(maps.classes)
     entries = []
     for number, color in colors.items():
@@ -303,7 +322,7 @@ def _legend(maps: Maps, colors: Mapping[int, str]) -> list[tuple[str, str]]:
 
 
 def _paint(classes: Int[np.ndarray, "h w"], colors: Mapping[int, str]) -> str:
-    """Return a map of classes as a data URL; classes without a color are transparent."""
+    """Return one image's map of classes as a data URL; pixels of other classes are transparent."""
     small = _subsample(classes)
     picture = np.zeros((*small.shape, 4), np.uint8)
     for number, color in colors.items():

@@ -18,12 +18,14 @@ from qualms.tasks.rows import CycleRow, Row
 MAX_POINTS = 300  # points of a curve that is drawn
 # An axis is logarithmic if the middle 90 % of the scores span this factor.
 LOG_AXIS_RATIO = 30
-# A logarithmic axis starts at this share of its end or above, unless a quarter of a group is
-# below.
+# A logarithmic axis starts no lower than this share of its end, unless a quarter of a group's scores
+# are below that.
 SMALLEST_RATIO = 1e-9
-OUTLIERS = 0.01  # the largest share of a group that lies beyond either end of an axis
+# The largest share of a group that lies beyond either end of an axis.
+OUTLIERS = 0.01
 MAX_LAYERS = 12  # layers that are shown by name; the others are counted
-LearningMeasure = Literal["accuracy", "nll"]  # what active learning is judged by
+# What active learning is judged by.
+LearningMeasure = Literal["accuracy", "nll"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def summarize_methods(content: Content, resamples: int = 1000) -> list[MethodSum
 
 
 def _sort_key(summary: MethodSummary) -> float:
-    """Return the key that sorts methods by descending main measure, where chance is 0."""
+    """Return the key that sorts methods in descending order of `main`; 0 without that measure."""
     if summary.main is None:
         return 0.0
     return -summary.main.value
@@ -95,6 +97,9 @@ def _summarize_method(content: Content, method: str, resamples: int) -> MethodSu
         content: The content of the report.
         method: The name of the method.
         resamples: The number of bootstrap resamples that each interval is computed from.
+
+    Returns:
+        The summary. With one unknown group, its AUROC is also the mean AUROC.
     """
     known = content.known.scores[method]
     correct = content.known.correct
@@ -123,18 +128,18 @@ def _summarize_method(content: Content, method: str, resamples: int) -> MethodSu
 
 
 def _mean_auroc(known: np.ndarray, *others: np.ndarray) -> float:
-    """Compute the mean AUROC of several groups against the known scores."""
+    """Compute the mean AUROC of several groups against the known images, from the scores of each."""
     return statistics.fmean(auroc(known, other) for other in others)
 
 
 def _estimate(
     measure: Callable[..., float], *samples: np.ndarray, paired: bool = False, resamples: int
 ) -> Estimate:
-    """Compute a measure and its interval.
+    """Compute a measure and its 95 % interval, which is NaN if too few resamples have a value.
 
     Args:
         measure: A function of the samples.
-        samples: Arrays of scores or outcomes, of shape [n].
+        samples: Arrays of scores or outcomes, each of shape [n]; unpaired ones may differ in n.
         paired: Whether row i of all samples belongs to the same input.
         resamples: The number of bootstrap resamples.
     """
@@ -151,8 +156,9 @@ class Verdict:
     """The result of a comparison of methods.
 
     Args:
-        best: The method with the highest measure, if its interval lies above chance.
-        highest: The method with the highest measure, which may be at chance.
+        best: The method with the highest `MethodSummary.main`, if its interval lies above chance.
+        highest: The method with the highest `MethodSummary.main`, which may be at chance; None if
+            no method has a value.
         tied: The methods whose intervals overlap with that of the best.
     """
 
@@ -162,7 +168,7 @@ class Verdict:
 
 
 def compare_methods(content: Content, summaries: Sequence[MethodSummary]) -> Verdict:
-    """Find the best of the methods that are for use.
+    """Find the best method; those that are for comparison only (`not_for_use`) do not count.
 
     A method is tied with the best if its interval reaches the lower end of the best one's.
 
@@ -225,6 +231,7 @@ def score_axis(groups: Sequence[np.ndarray]) -> Axis:
         return Axis(low, high, False)
     positive = [scores[scores > 0] for scores in groups]
     pooled = np.concatenate(positive).astype(np.float64)
+    # The lowest half percent, such as underflows, does not stretch the axis.
     start = max(low, float(np.quantile(pooled, 0.005)), SMALLEST_RATIO * high)
     for scores in positive:
         if len(scores):
@@ -259,6 +266,7 @@ def thin_curve(
     steps = np.zeros(len(x) - 1)
     for values in (x, y):
         steps += np.abs(np.diff(values)) / (np.ptp(values) or 1)
+    # The length of the curve up to each point, with both axes scaled to 1.
     length = np.concatenate([[0.0], np.cumsum(steps)])
     places = np.searchsorted(length, np.linspace(0, length[-1], most))
     kept = np.unique(places.clip(0, len(x) - 1))
@@ -286,7 +294,7 @@ class LayerShares:
 def layer_shares(
     content: Content, layers: LayerContributions, most: int = MAX_LAYERS
 ) -> LayerShares:
-    """Average the layers' shares over each group.
+    """Average the layers' shares of the score over the images of each group.
 
     Args:
         content: The content of the report, which has the groups in order.
@@ -303,6 +311,7 @@ def layer_shares(
         if group.name in layers.groups:
             groups.append(group.name)
     means = np.stack([shares[group_names == name].mean(0) for name in groups])
+    # The layers with the largest share in any group, in the order of the forward pass.
     kept = np.sort(np.argsort(-means.max(0), kind="stable")[:most])
     names = [layers.names[i] for i in kept]
     return LayerShares(groups, names, means[:, kept], len(layers.names) - len(kept))
@@ -330,7 +339,7 @@ class LearningCurve:
 def learning_curves(
     cycles: Iterable[Row], measure: LearningMeasure
 ) -> dict[str, list[LearningCurve]]:
-    """Return a curve for each method, by dataset.
+    """Return, by dataset, a learning curve for each method.
 
     Args:
         cycles: The rows of active learning; rows of other kinds are ignored.
@@ -357,7 +366,7 @@ def learning_curves(
 def _learning_curve(
     method: str, rows: Sequence[CycleRow], measure: LearningMeasure
 ) -> LearningCurve:
-    """Return the curve of a method.
+    """Return the learning curve of a method, averaged over the seeds.
 
     Args:
         method: The name of the method.

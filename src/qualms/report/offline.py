@@ -48,8 +48,8 @@ def render_template(
         template: The file name of the template.
         styles: The CSS files that the page includes.
         scripts: The JavaScript files that the page includes.
-        values: The variables of the template. They are escaped, so text from users cannot become
-            markup.
+        values: The variables of the template. They are escaped, so that text from users cannot
+            become markup.
 
     Returns:
         The text of the page.
@@ -86,8 +86,8 @@ def pack_words(names: list[str]) -> dict[str, Any]:
         names: The words.
 
     Returns:
-        The distinct words in the order of their first occurrence, and for each name the number of
-        its word.
+        `words`, the distinct words in the order of their first occurrence, and `codes`, for each
+        item of `names` the index of its word (see `pack_array`).
     """
     numbers: dict[str, int] = {}
     codes = []
@@ -106,13 +106,15 @@ def pack_array(values: np.ndarray) -> dict[str, str]:
         values: An array of numbers, of shape [n].
 
     Returns:
-        The type of the numbers, such as `f4`, and their bytes in little-endian order.
+        `kind`, the type of the numbers, such as `f4`; and `bytes`, the numbers in little-endian
+        order and base64.
     """
     if values.dtype in (np.uint8, np.int32):
         kind = values.dtype.str[1:]
         return {"kind": kind, "bytes": _encode(values, kind)}
     values = values.astype(np.float64)
-    with np.errstate(over="ignore"):  # what overflows becomes infinite, so it is not equal
+    # What overflows becomes infinite, so it is not equal.
+    with np.errstate(over="ignore"):
         single = values.astype(np.float32)
     kind = "f8"
     if np.array_equal(single, values, equal_nan=True):

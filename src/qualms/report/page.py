@@ -56,11 +56,11 @@ def write_page(content: Content, path: str | Path, *, resamples: int = 1000) -> 
 
 
 def _html(content: Content, summaries: list[MethodSummary]) -> str:
-    """Return the text of the page.
+    """Return the HTML of the page.
 
     Args:
         content: The content of the page.
-        summaries: The summaries of all methods.
+        summaries: The summaries of all methods, in the order of the table.
     """
     verdict = compare_methods(content, summaries)
     names = [summary.method for summary in summaries]
@@ -100,7 +100,7 @@ def _first_method(content: Content, verdict: Verdict) -> str | None:
 
 
 def _facts(content: Content) -> list[str]:
-    """Return the facts below the title."""
+    """Return the facts below the title: those of the content, and the accuracy if it is known."""
     facts = format_facts(content.about)
     known = content.known
     if known.correct is not None:
@@ -112,7 +112,7 @@ def _facts(content: Content) -> list[str]:
 def _table_bodies(
     content: Content, summaries: list[MethodSummary], verdict: Verdict
 ) -> list[list[dict[str, Any]]]:
-    """Return the rows of the table, and those of the methods that are not for use.
+    """Return the rows of the table in two lists: methods for use, and those for comparison only.
 
     Args:
         content: The content of the page.
@@ -142,7 +142,12 @@ def _table_bodies(
 
 
 def _has_curve(content: Content, curve: str) -> bool:
-    """Whether a curve of `CURVES` can be drawn of these images and labels."""
+    """Whether a curve can be drawn: `roc` needs unknown images, `lift` some right predictions.
+
+    Args:
+        content: The content of the page.
+        curve: A key of `CURVES`.
+    """
     if curve == "roc":
         return bool(content.unknown)
     return content.known.correct is not None and bool(content.known.correct.any())
@@ -224,8 +229,12 @@ def _pictures(
 
     Args:
         content: The content of the page.
-        mistakes: The numbers of the known images that are shown as mistakes.
-        galleries: For each method and group, the images with the lowest and the highest scores.
+        mistakes: The indices of the known images that are shown as mistakes.
+        galleries: For each method and group, the indices of the images with the lowest and with the
+            highest scores.
+
+    Returns:
+        By keys such as `0/12`, for image 12 of the known images (group 0), a data URL.
     """
     shown = set()
     for i in mistakes:
@@ -246,8 +255,8 @@ def _group_data(group: Group, classes: tuple[str, ...], is_known: bool) -> dict[
     Args:
         group: The images.
         classes: The names of the network's classes.
-        is_known: Whether these are the known images. Labels of other images are not among the
-            network's classes.
+        is_known: Whether these are the known images. Only their predictions are marked right or
+            wrong, as labels of other images are not among the network's classes.
     """
     columns: dict[str, Any] = {
         "name": group.name,
@@ -267,12 +276,12 @@ def _group_data(group: Group, classes: tuple[str, ...], is_known: bool) -> dict[
 
 
 def _pack_classes(numbers: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
-    """Encode the names of some classes, of shape [n]."""
+    """Encode the names of the classes with these numbers [n] for the page's JSON."""
     return pack_words([class_name(int(number), classes) for number in numbers])
 
 
 def _method_data(content: Content, method: str) -> dict[str, Any]:
-    """Return what the page's script reads about a method.
+    """Return what the page's script reads about a method: scores, curves, gallery and layers.
 
     Args:
         content: The content of the page.
@@ -295,11 +304,16 @@ def _method_data(content: Content, method: str) -> dict[str, Any]:
 
 
 def _layer_data(content: Content, method: str) -> dict[str, Any]:
-    """Return the bars of a method that has layers, and a sentence for every method.
+    """Return the chart of the layers that a method's scores come from.
 
     Args:
         content: The content of the page.
         method: The name of the method.
+
+    Returns:
+        A sentence as `summary`; and the `bars`, for each layer its name and its share in percent in
+        each of the `groups` (indices). Without layers, there are no bars, and the sentence says
+        why.
     """
     if method not in content.layers:
         return {"summary": _explain_no_layers(content, method), "bars": []}
@@ -330,7 +344,7 @@ def _explain_no_layers(content: Content, method: str) -> str:
     if kind is None:
         return f"It is not known which layers the scores of {method} come from.{others}"
     why = "does not use gradients"
-    if kind.direction:
+    if kind.direction:  # a gradient score, but not a sum over classes
         why = "does not sum the gradients of classes"
     return f"{method} {why}, so its scores do not come from layers.{others}"
 

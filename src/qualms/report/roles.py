@@ -26,7 +26,11 @@ def find_method(content: Content, name: str) -> Method | None:
 
 
 def find_default(content: Content) -> str | None:
-    """Return the default method of a report: REGrad with layers and smoothing, in any settings."""
+    """Return the name of a report's default method: REGrad with layers and smoothing.
+
+    The method with the default settings comes first, then the first with any settings; None if
+    there is neither.
+    """
     if DEFAULT in content.methods:
         return DEFAULT
     for name in content.methods:

@@ -46,7 +46,7 @@ def markdown(head: Line, lines: Iterable[Line]) -> str:
 
 
 def _markdown_line(line: Line, widths: Sequence[int]) -> str:
-    """Format a line of a table, with each cell padded to the width of its column."""
+    """Format a line of a Markdown table, with each cell padded to the width of its column."""
     padded = []
     for cell, width in zip(line, widths, strict=True):
         padded.append(cell.ljust(width))
@@ -207,7 +207,7 @@ def paper_table(name: str, rows: Sequence[Row]) -> str:
 
 
 def glance_table(content: Content, resamples: int = 1000) -> str:
-    """Format the methods of a report, a line for each.
+    """Format the methods of a report as a Markdown table, a line for each.
 
     The columns are AUROC/AUPR of each unknown group in percent, rAULC, and the cost in forward
     passes.
@@ -241,7 +241,7 @@ def _format_cost(cost: int | float | str | None) -> str:
 
 
 def list_networks(rows: Iterable[Row]) -> str:
-    """List the networks with their accuracies.
+    """List the networks of `accuracy` rows with their accuracies, under a title.
 
     Args:
         rows: Rows of other kinds are ignored.
@@ -255,7 +255,7 @@ def list_networks(rows: Iterable[Row]) -> str:
 
 
 def list_left_out(rows: Iterable[Row]) -> str:
-    """List what could not be computed, and why.
+    """List what could not be computed, and why, under a title; empty if nothing was left out.
 
     Args:
         rows: Rows of other kinds are ignored.
@@ -268,14 +268,16 @@ def list_left_out(rows: Iterable[Row]) -> str:
 
 
 def _list(title: str, lines: Sequence[str]) -> str:
-    """Return the distinct lines under a title; empty if there are none."""
+    """Format the distinct lines under a title; an empty string if there are none."""
     if not lines:
         return ""
     return f"{title}:\n\n" + "\n".join(dict.fromkeys(lines))
 
 
 def _paper_number(name: str, dataset: str, paper_cells: Mapping[str, str]) -> str:
-    """Return the paper's number for a method, or an empty string.
+    """Return the paper's number for a method, or an empty string if the paper has none.
+
+    If our method has other settings than the paper's, `, other settings` follows the number.
 
     Args:
         name: The name of the method in our rows, which may be a spec.
@@ -323,7 +325,11 @@ def _mean_percent(rows: Iterable[Mapping[str, Any]], column: str) -> str:
 
 
 def _auroc(rows: Sequence[OodRow]) -> str:
-    """Format AUROC in percent: of one seed with its interval, or the mean over several seeds."""
+    """Format AUROC in percent: with its interval, or for several seeds the mean ± the deviation.
+
+    Args:
+        rows: The rows of a method, a row per seed.
+    """
     areas = [row["auroc"] for row in rows]
     if len(areas) > 1:
         return f"{_percent(areas)} ± {100 * statistics.stdev(areas):.2f}"
@@ -335,11 +341,11 @@ def _auroc(rows: Sequence[OodRow]) -> str:
 def _mean_over_seeds(
     rows: Sequence[CycleRow], number: Callable[[CycleRow], float], digits: int
 ) -> str:
-    """Format the mean of the seeds' means, and their standard deviation if there are several.
+    """Average a number over the cycles of each seed, and format mean ± deviation over the seeds.
 
     Args:
         rows: The cycles of a method, of all seeds.
-        number: Returns the number of a cycle.
+        number: Returns the number to average from the row of a cycle.
         digits: The number of decimals.
     """
     means = []
@@ -352,7 +358,12 @@ def _mean_over_seeds(
 
 
 def _raulc(rows: Sequence[CalibrationRow]) -> str:
-    """Format the rAULC of one seed with its interval, or the mean over several seeds."""
+    """Format rAULC: with its interval, or for several seeds the mean ± the standard deviation.
+
+    Args:
+        rows: The rows of a method, a row per seed. Those without rAULC do not count; if all are
+            without, the text is `none`.
+    """
     values = []
     for row in rows:
         if row["raulc"] is not None:

@@ -83,7 +83,9 @@ class ShownToken:
 
 
 def shown_tokens(offsets: Sequence[tuple[int, int]]) -> list[ShownToken]:
-    """Return the tokens that have characters in a text; tokens that share a character are joined.
+    """Group the tokens of a text to be shown: tokens that share a character are joined.
+
+    Tokens without characters, which the tokenizer adds, are left out.
 
     Args:
         offsets: The start and the end of each token, in characters.
@@ -92,9 +94,11 @@ def shown_tokens(offsets: Sequence[tuple[int, int]]) -> list[ShownToken]:
     for number, (start, end) in enumerate(offsets):
         if start == end:
             continue
+        # The end of the text that is covered by tokens so far.
         reached = 0
         if joined:
             reached = joined[-1].end
+        # Part of it may belong to the last token already; the rest is new.
         if end > reached:
             joined.append(ShownToken(max(start, reached), end, (number,)))
         else:
@@ -121,7 +125,10 @@ class _ShownDocument:
 
     @staticmethod
     def of(document: ScoredDocument) -> "_ShownDocument":
-        """Join tokens that share a character into one, with their highest score."""
+        """Join the tokens of a document that share a character; each gets the highest score of its parts.
+
+        NaN scores are ignored where another part has a score.
+        """
         tokens = shown_tokens(document.offsets)
         token_indices: list[int] = []
         group_starts = []
@@ -159,7 +166,12 @@ def _require_same_methods(documents: Sequence[ScoredDocument]) -> list[str]:
 
 
 def _rank_documents(shown: list[_ShownDocument], method: str) -> list[int]:
-    """Return the numbers of the documents, in descending order of their worst spans."""
+    """Return the indices of the documents, the one with the highest score of its worst span first.
+
+    Args:
+        shown: The documents.
+        method: The method whose spans are compared; documents without one come last.
+    """
     keys = []
     for document in shown:
         span = document.worst[method]
@@ -178,7 +190,11 @@ def _document_data(
     Args:
         shown: The document.
         methods: The methods in the order of the page.
-        words: The number of each likely token, for all documents; new tokens are added.
+        words: The number of each likely next token, shared by all documents; new tokens are added.
+
+    Returns:
+        Values for JSON. Positions of tokens are in UTF-16, as JavaScript counts; `counts` has the
+        number of tokens that are shown as one.
     """
     document = shown.document
     positions = _utf16_positions(document.document.text)
@@ -212,7 +228,7 @@ def _document_data(
 
 
 def _worst_spans(shown: _ShownDocument, methods: list[str]) -> dict[str, Any]:
-    """Return the worst span of each method in shown tokens, and its score.
+    """Return the worst span of each method as indices of shown tokens, and its score.
 
     Args:
         shown: The document.
@@ -240,8 +256,8 @@ def _likely_tokens(
     """Return the likely next tokens at each position as numbers, and their probabilities.
 
     Args:
-        alternatives: The likely next tokens at each position with their probabilities.
-        words: The number of each token; new ones are added.
+        alternatives: At each position, the likely next tokens with their probabilities.
+        words: The number of each token; tokens that it lacks are added to it.
 
     Returns:
         Numbers and probabilities, of shape [positions, width], padded with -1 and 0.

@@ -66,7 +66,7 @@ def _error_table(rows: Sequence[NextTokenRow]) -> str:
 
 
 def span_name(span: int, window: int) -> str:
-    """Return the name of a column, such as `spans of 8`.
+    """Return the heading of spans of a length: `tokens`, `spans of 8` or `whole windows`.
 
     Args:
         span: The number of tokens in a span.

@@ -79,6 +79,9 @@ class BatchScorer:
         Args:
             images: Images of one size.
             first: The position of the first image; images without names have positions as ids.
+
+        Raises:
+            QualmsError: If the images have another size than `size`.
         """
         if self.size not in (None, images.size):
             which = images.ids[0] if images.ids else f"number {first}"
@@ -90,7 +93,11 @@ class BatchScorer:
         return ImageScorer(self.network, self.scorer).score(named, first)
 
     def _files(self, batch: Columns) -> list[File]:
-        """Turn the rows of a batch into files, which are not decoded yet."""
+        """Describe the rows of a batch for `read_images`, which decodes them later.
+
+        Args:
+            batch: The columns, as in `__call__`.
+        """
         if batch["content"].dtype.kind == "S":
             raise QualmsError(
                 "`content` is a numpy array of fixed-length bytes, which drops trailing zeros; "
@@ -105,7 +112,7 @@ class BatchScorer:
         return files
 
     def _empty(self) -> Columns:
-        """Return the columns of scores without rows, by scoring a gray image for their types."""
+        """Return the columns of scores without rows, with types learned by scoring a gray image."""
         transform = self.network.transform
         size = transform.size if transform is not None else self.size
         assert size is not None
@@ -119,7 +126,7 @@ def rejected_in(folder: Path) -> list[Rejected]:
     """Return the images that workers could not read, sorted by id, each once.
 
     Args:
-        folder: Where each worker lists them.
+        folder: The folder with a .parquet file for each batch that had such images.
     """
     reasons_by_id: dict[str, str] = {}
     for file in sorted(folder.glob("*.parquet")):
@@ -138,7 +145,7 @@ def _write_list(folder: Path, rejected: tuple[Rejected, ...]) -> None:
     A batch that is run again thus writes the same file.
 
     Args:
-        folder: Where each worker writes.
+        folder: The folder that all workers write to; it is created if needed.
         rejected: The images of one batch.
     """
     names = "\n".join(image.id for image in rejected)
@@ -148,7 +155,7 @@ def _write_list(folder: Path, rejected: tuple[Rejected, ...]) -> None:
 
 
 def _columns(scored: Scored) -> Columns:
-    """Convert the table of scores to numpy arrays."""
+    """Convert the columns of a table of scores to numpy arrays, by name."""
     return {name: np.array(values) for name, values in scored.columns().items()}
 
 

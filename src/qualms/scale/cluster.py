@@ -1,7 +1,7 @@
 """Shards written by the workers of a Ray cluster: Ray Data reads, schedules, retries and writes.
 
-Ray records which images are in a file, and a run that was killed skips them. The files move to their
-places once all are complete. Rows are in no particular order.
+Ray records which images are in a file, and the run after one that was killed skips them. The files
+move to their places once all are complete. Rows are in no particular order.
 """
 
 import logging
@@ -39,11 +39,15 @@ from qualms.stream.source import Source, Split
 if TYPE_CHECKING:
     from ray.data import ReadTask
 
-WRITING = ".writing"  # the subfolder of Ray's files until all are complete
+# The subfolder of Ray's files until all are complete.
+WRITING = ".writing"
 NOTED = ".noted"  # where Ray records which images are done
-REJECTED = ".rejected"  # where workers list the images that cannot be read
-RESERVED_CORES = 3  # cores that Ray needs to read, to skip what is done, and to write
-LOCAL = "local"  # the address of a cluster on this machine, for this run alone
+# Where workers list the images that cannot be read.
+REJECTED = ".rejected"
+# Cores that Ray needs to read, to skip what is done, and to write.
+RESERVED_CORES = 3
+# The address of a cluster on this machine, for this run alone.
+LOCAL = "local"
 
 
 def score_on_ray(
@@ -68,6 +72,9 @@ def score_on_ray(
             cluster.
         address: The address of the cluster, as for `ray.init`; by default a cluster is started on
             this machine, and stopped at the end.
+
+    Returns:
+        What the folder holds in the end.
     """
     if source.splits is None:
         raise QualmsError(
@@ -122,6 +129,9 @@ def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
         folder: The folder of the run.
         about: The settings that go into the manifest.
         source: The source, all of whose images must be scored or rejected.
+
+    Returns:
+        What the folder holds now.
     """
     for shard in shards_in(folder / WRITING):
         shard.rename(folder / shard.name)
@@ -202,7 +212,7 @@ def cluster(address: str | None, workers: int | None) -> Iterator[Any]:
     ray = import_extra("ray", "ray", "a cluster", "ray")
     import_extra("ray.data", "ray[data]", "a cluster", "ray")
     if ray.is_initialized():
-        yield ray
+        yield ray  # the caller's connection, which stays open
         return
     _start(ray, address, workers)
     try:
@@ -222,6 +232,7 @@ def _start(ray: Any, address: str | None, workers: int | None) -> None:
     what = f"reach a cluster at {address}" if address else "start"
 
     def explain(error: Exception) -> QualmsError:
+        """Create the error that Ray cannot be reached or started, with the reason."""
         return QualmsError(
             f"Ray cannot {what} ({reason(error)}); check the address, or try again when the "
             "machine is less busy."
@@ -246,7 +257,7 @@ class Worker:
         self.scorer: BatchScorer = ray.get(stored[0])
 
     def __call__(self, batch: Columns) -> Columns:
-        """Score one batch."""
+        """Score one batch, as `BatchScorer` does."""
         return self.scorer(batch)
 
 
@@ -309,7 +320,13 @@ def _run(
 
 @contextmanager
 def _explain_worker_errors(ray: Any) -> Iterator[None]:
-    """Explain errors of workers, even if Ray raises them as subclasses of `QualmsError`."""
+    """Explain errors of workers, even if Ray raises them as subclasses of `QualmsError`.
+
+    `explain_failure` would let such a subclass through, with the worker's traceback in its text.
+
+    Args:
+        ray: The package ray.
+    """
     try:
         yield
     except ray.exceptions.RayError as error:
@@ -327,14 +344,18 @@ def _explain_worker_error(error: Exception) -> QualmsError:
 
 
 def _datasource(splits: list[Split]) -> Any:
-    """Build a Ray datasource that reads each split in a task."""
+    """Build a Ray datasource that reads each split in a task.
+
+    Ray is imported here, as it is an optional package.
+    """
     from ray.data import Datasource, ReadTask
     from ray.data.block import BlockMetadata
 
     class Files(Datasource):
-        """The splits of a source."""
+        """The splits of a source, in the form that Ray asks for."""
 
         def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> "list[ReadTask]":
+            """Return a task for each split, whatever parallelism Ray wants."""
             unknown = BlockMetadata(
                 num_rows=None,
                 size_bytes=None,
@@ -344,20 +365,21 @@ def _datasource(splits: list[Split]) -> Any:
             return [ReadTask(partial(_blocks, split), unknown) for split in splits]
 
         def estimate_inmemory_data_size(self) -> int | None:
+            """Return None: the size is unknown until the files are read."""
             return None
 
     return Files()  # type: ignore[no-untyped-call]
 
 
 def _blocks(split: Split) -> Iterable[Any]:
-    """Yield the files of a split as tables of `BATCH` rows."""
+    """Read the files of a split; yield tables of `BATCH` rows, the last one of fewer."""
     files = iter(split())
     while rows := [_row(file) for file in islice(files, BATCH)]:
         yield _table(rows)
 
 
 def _row(file: File) -> dict[str, Any]:
-    """Read one file into a row with the columns of `BatchScorer`."""
+    """Read one file into a row with the columns that a `BatchScorer` takes."""
     try:
         return {"id": file.id, "content": file.content(), "reason": ""}
     except Unreadable as error:
@@ -365,7 +387,7 @@ def _row(file: File) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> Any:
-    """Convert rows to a pyarrow.Table."""
+    """Convert rows of `_row` to a pyarrow.Table."""
     kinds = {"id": arrow().string(), "content": arrow().large_binary(), "reason": arrow().string()}
     columns = {}
     for name, kind in kinds.items():

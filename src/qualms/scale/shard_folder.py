@@ -47,7 +47,7 @@ class Done:
 
 
 def require_shard_folder(folder: Path) -> None:
-    """Create the folder; raise an error if it holds anything but shards.
+    """Create the folder; raise an error if it holds files but no manifest.
 
     Args:
         folder: Where shards go; its parents are created, too.
@@ -76,7 +76,8 @@ def open_shard_folder(folder: Path, about: dict[str, Any]) -> Iterator[Done | No
     """
     with lock_file(folder / LOCK):
         done = _read_manifest(folder, about)
-        for half in folder.glob(".*.part"):  # of a run that was killed
+        # A file that a killed run did not complete.
+        for half in folder.glob(".*.part"):
             half.unlink()
         yield done
 
@@ -94,6 +95,9 @@ def finish(
         about: The settings that decide the scores.
         shards: The paths of all shards.
         rejected: The images that could not be read.
+
+    Returns:
+        The counts.
     """
     shards, rejected = list(shards), list(rejected)
     accepted = None
@@ -124,7 +128,7 @@ def write_rejections(path: Path, rejected: Iterable[Rejected]) -> None:
 
 
 def shards_in(folder: Path) -> list[Path]:
-    """Return all files of scores, sorted."""
+    """Return the paths of all shards in a folder, sorted."""
     return sorted(folder.glob("shard*.parquet"))
 
 
@@ -151,7 +155,12 @@ def column(shard: Path, name: str) -> Any:
 
 
 def _count_true(shard: Path, decisions: Any) -> int:
-    """Count the true values of the column `accepted`, all of which must be true or false."""
+    """Count the true values of the column `accepted`, all of which must be true or false.
+
+    Args:
+        shard: The path of the file, for the error.
+        decisions: The column, a pyarrow array.
+    """
     values = decisions.to_pylist()
     if not all(isinstance(value, bool) for value in values):
         raise QualmsError(
@@ -162,7 +171,7 @@ def _count_true(shard: Path, decisions: Any) -> int:
 
 
 def write(path: Path, table: Any) -> None:
-    """Write a pyarrow.Table as a .parquet file."""
+    """Write a pyarrow.Table as a .parquet file, completely or not at all."""
     with explain_write_failure(path), atomic_write(path) as part:
         parquet().write_table(table, part)
 
@@ -180,18 +189,20 @@ def parquet() -> Any:
 def _read_manifest(folder: Path, about: dict[str, Any]) -> Done | None:
     """Read the manifest: return what a complete folder holds, None for an incomplete one.
 
-    A new folder gets its manifest, without counts.
+    A folder without shards is created if needed, and gets a manifest without counts.
 
     Args:
         folder: The folder of the shards.
         about: The settings that decide the scores.
 
     Raises:
-        QualmsError: If the shards were made with other settings; the error names them.
+        QualmsError: If the shards were made with other settings, which the error names; or if the
+            manifest is damaged.
     """
+    # The settings as they would be read again, for example with lists in place of tuples.
     path, about = folder / MANIFEST, json.loads(json.dumps(about))
     require_shard_folder(folder)
-    # Also those that Ray has written so far.
+    # Also counts the shards in subfolders, which Ray has written so far.
     has_shards = any(folder.glob("**/shard*.parquet"))
     if not path.exists() or not has_shards:
         _write_json(path, about)
@@ -216,6 +227,6 @@ def _read_manifest(folder: Path, about: dict[str, Any]) -> Done | None:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file that people can read."""
+    """Write an indented JSON file, completely or not at all."""
     with explain_write_failure(path), atomic_write(path) as part:
         part.write_text(json.dumps(content, indent=2) + "\n")

@@ -21,8 +21,10 @@ from qualms.stream.sink import report_to, score_stream
 from qualms.stream.source import ImageBatch, Source
 
 SIZE = 4096  # images in a shard
-REJECTED_KEY = b"qualms.rejected"  # the entry of a shard's metadata that lists rejected images
-ScoreImages = Callable[[Images, int], Scored]  # takes images, and the position of the first
+# The entry of a shard's metadata that lists rejected images.
+REJECTED_KEY = b"qualms.rejected"
+# Takes images, and the position of the first.
+ScoreImages = Callable[[Images, int], Scored]
 
 
 def score_shards(
@@ -76,6 +78,12 @@ class _ShardSink:
         size: The number of images in a shard.
         score_one: Returns the scores of any single image. A shard of which no image could be read
             takes its columns from these scores.
+
+    Attributes:
+        expected: The number of shards that the folder must hold.
+        number: The number of the shard that is being collected; None if there is none.
+        tables: The scores of the shard so far, pyarrow tables.
+        rejected: The images of the shard so far that could not be read.
     """
 
     def __init__(
@@ -85,8 +93,8 @@ class _ShardSink:
         score_one: Callable[[], Scored],
     ) -> None:
         self.folder, self.size, self.score_one = folder, size, score_one
-        self.expected = 0  # the number of shards that the folder must hold
-        self.number: int | None = None  # the number of the shard that is being collected
+        self.expected = 0
+        self.number: int | None = None
         self.tables: list[Any] = []
         self.rejected: list[Rejected] = []
 
@@ -107,6 +115,7 @@ class _ShardSink:
                 for batch in batches:
                     number = batch.first // self.size
                     if _shard(self.folder, number).exists():
+                        # The outer loop starts reading again at the next shard that is missing.
                         is_done = False
                         break
                     yield batch
@@ -116,7 +125,12 @@ class _ShardSink:
         return False
 
     def write(self, batch: ImageBatch, scored: Scored | None) -> None:
-        """Add a batch; no batch reaches into another shard."""
+        """Collect the scores of a batch; write its shard if this batch is the last of a full shard.
+
+        Args:
+            batch: A batch of one shard; no batch reaches into another.
+            scored: The scores of the batch; None if none of its images could be read.
+        """
         self.number = batch.first // self.size
         if scored is not None:
             self.tables.append(scored.to_arrow())
@@ -125,7 +139,7 @@ class _ShardSink:
             self.flush()
 
     def flush(self) -> None:
-        """Write the shard that is being collected, if any."""
+        """Write the shard that is being collected, if any; the next batch begins another one."""
         if self.number is None:
             return
         tables = self.tables or [self.score_one().to_arrow().slice(0, 0)]
@@ -143,7 +157,7 @@ def _finish(folder: Path, about: dict[str, Any], expected: int) -> Done:
     Args:
         folder: The folder of the shards.
         about: The settings that decide the scores.
-        expected: The number of shards.
+        expected: The number of shards; an error is raised if one of them is missing.
     """
     shards = [_shard(folder, number) for number in range(expected)]
     rejected = []
@@ -164,5 +178,5 @@ def _rejected_of(shard: Path) -> list[Rejected]:
 
 
 def _shard(folder: Path, number: int) -> Path:
-    """Return the path of a shard."""
+    """Return the path of the shard with this number, from 0."""
     return folder / f"shard-{number:05d}.parquet"

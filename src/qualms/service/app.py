@@ -63,7 +63,7 @@ def add_service(
     """Add all routes, the middleware and the error handlers to an app.
 
     Args:
-        app: An app without routes.
+        app: An app without routes, which is changed.
         startup: The model's information, and how far the start is.
         config: The token and the limits.
         score: Sends a request to the process with the model.
@@ -193,14 +193,17 @@ def _add_pages(app: FastAPI, startup: Startup, has_token: bool) -> None:
 
     @cache
     def upload_page(is_ready: bool) -> str:
+        """Render the page once before the network is ready, and once after."""
         return render_upload_page(startup.model_info, has_token, is_ready)
 
     @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
+        """Return the page to try an image on."""
         return HTMLResponse(upload_page(startup.progress().status == "ready"))
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
+        """Return the list of the routes."""
         return HTMLResponse(render_docs_page(app.openapi()))
 
 
@@ -243,7 +246,7 @@ def render_upload_page(
     has_token: bool,
     is_ready: bool,
 ) -> str:
-    """Render the page that scores an image and shows the decision.
+    """Render the HTML of the page that scores an image and shows the decision.
 
     The page requests scores from the routes, with the token that the user enters. While the network
     is not ready, it shows the progress of startup.
@@ -266,7 +269,7 @@ def render_upload_page(
 
 
 def render_docs_page(schema: dict[str, Any]) -> str:
-    """Render the list of the routes.
+    """Render the HTML page that lists the routes.
 
     Args:
         schema: The OpenAPI schema of the app.
@@ -275,11 +278,11 @@ def render_docs_page(schema: dict[str, Any]) -> str:
 
 
 def _render(template: str, **values: Any) -> str:
-    """Render a template with the report's style.
+    """Render a template of this folder to HTML, with the style of the report's page.
 
     Args:
-        template: The name of a file in this folder.
-        values: The values of the template's variables.
+        template: The name of the template's file.
+        values: The values of the template's variables, which are escaped.
     """
     environment = jinja2.Environment(
         autoescape=True,
@@ -292,8 +295,10 @@ def _render(template: str, **values: Any) -> str:
 
 
 def _read_asset(name: str) -> str:
+    """Return the text of a file in this folder."""
     return (files(__package__) / name).read_text("utf-8")
 
 
 def _read_report_asset(name: str) -> str:
+    """Return the text of a file in the folder of the report's page."""
     return (files(report) / name).read_text("utf-8")

@@ -39,21 +39,26 @@ LoadFn = Callable[[StepFn], ScoringService]
 QUEUE_PATH = "/v1/score"  # LitServe names its queues by paths
 ENQUEUE_THREADS = 4
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-QUEUE_WAIT_SECONDS = 1.0  # after which the process with the model checks whether to stop
+# After which the process with the model checks whether to stop.
+QUEUE_WAIT_SECONDS = 1.0
 
 
 class BatchClient(LitSpec):
     """Sends requests to the process with the model, and waits for the responses.
 
+    To LitServe it is a "spec": LitServe sets the queues and the buffer of responses on it.
+
     Args:
-        deadline: The deadline of a request, in seconds.
+        deadline: The deadline of a request, in seconds from its headers.
     """
 
     def __init__(self, deadline: float = math.inf) -> None:
+        """Begin without requests; LitServe adds its queues later."""
         super().__init__()
         self.api_path = QUEUE_PATH
         self.deadline = deadline
-        self.pending: dict[str, float] = {}  # when each request without a response was received
+        # When each request without a response was received.
+        self.pending: dict[str, float] = {}
 
     @property
     def is_hung(self) -> bool:
@@ -71,6 +76,10 @@ class BatchClient(LitSpec):
 
         There always is one: LitServe drops a request whose deadline has passed in the queue, with
         an `HTTPException` as its response.
+
+        Returns:
+            The results; or a response without results that says whether the deadline passed
+            (`timed_out`) or something unexpected happened in the other process (`failed`).
         """
         key = uuid4().hex
         item = ResponseBufferItem(asyncio.Event())
@@ -92,19 +101,19 @@ class BatchClient(LitSpec):
         return ScoreResponse(None, failed=True)
 
     def decode_request(self, request: ScoreRequest, context_kwargs: Any = None) -> ScoreRequest:
-        """Return the request: the routes have decoded it before it was queued."""
+        """Return the request unchanged: the routes have decoded it before it was queued."""
         return request
 
     def encode_response(self, output: ScoreResponse, context_kwargs: Any = None) -> ScoreResponse:
-        """Return the response, which the routes encode."""
+        """Return the response unchanged: the routes encode it."""
         return output
 
 
 class ScoringWorker(LitAPI):
-    """The process with the model.
+    """LitServe's API for the process with the model: loads the network there, and scores batches.
 
     Args:
-        load: Loads the network there, because not every model can be sent to a process.
+        load: Loads the network in that process, since not every model can be sent to a process.
         config: The limits of a batch.
         startup: Reports the progress to the other processes.
     """
@@ -115,6 +124,7 @@ class ScoringWorker(LitAPI):
         config: ServiceConfig,
         startup: Startup,
     ) -> None:
+        """Set the limits of a batch; the network is loaded by `setup`, in the other process."""
         # A batch has room for the largest request, and for one image of each of its requests. The
         # network's own images may be larger than a low limit on uploads.
         max_images = max(config.max_images, config.batch)
@@ -129,7 +139,13 @@ class ScoringWorker(LitAPI):
         self.startup = startup
 
     def setup(self, device: str) -> None:
-        """Load the network, once. A failure is reported by the process that started this one."""
+        """Load the network, once, in the process that scores; LitServe calls this.
+
+        A failure is passed on to the process that started this one, which reports it.
+
+        Args:
+            device: LitServe's device, which is not used: `load` chooses the device.
+        """
         # Ctrl-C reaches every process. This one goes on until all requests are answered, and is
         # stopped by SIGTERM then.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -144,7 +160,14 @@ class ScoringWorker(LitAPI):
             raise SystemExit(1) from None
 
     def predict(self, x: Sequence[ScoreRequest], **kwargs: Any) -> list[ScoreResponse]:
-        """Score a batch of requests; LitServe also passes a single one as a batch."""
+        """Score a batch of requests; LitServe calls this, with a single request as a batch too.
+
+        If the model hangs, the process ends (see `exit_if_hung`).
+
+        Args:
+            x: The requests of the batch.
+            kwargs: Further arguments of LitServe, which are not used.
+        """
         watch = partial(exit_if_hung, self.deadline)
         return score_requests(self.service, x, self.deadline, watch)
 
@@ -161,10 +184,12 @@ class BoundedBatchLoop(BatchedLoop):
     """
 
     def __init__(self, max_images: int, max_pixels: int) -> None:
+        """Begin without a left-over entry."""
         super().__init__()
         self.max_images = max_images
         self.max_pixels = max_pixels
-        self.left_over: list[Any] = []  # the entry that the last batch had no room for, if any
+        # The entry that the last batch had no room for, if any.
+        self.left_over: list[Any] = []
 
     def get_batch_requests(
         self,
@@ -193,7 +218,7 @@ class BoundedBatchLoop(BatchedLoop):
 
 
 class _BatchQueue:
-    """A queue that is empty as soon as the batch is full.
+    """What LitServe fills one batch from: a queue that claims to be empty once the batch is full.
 
     Args:
         first: The entry that was already taken from the queue.
@@ -202,6 +227,7 @@ class _BatchQueue:
     """
 
     def __init__(self, first: Any, queue: Any, loop: BoundedBatchLoop) -> None:
+        """Begin a batch, without images so far."""
         self.first = [first]
         self.queue = queue
         self.loop = loop
@@ -211,8 +237,11 @@ class _BatchQueue:
     def get_nowait(self) -> Any:
         """Return the next entry of the batch.
 
+        The first entry is always returned, since even a request above the limits must be scored.
+
         Raises:
-            Empty: If there is none, or if it does not fit.
+            Empty: If no entry is waiting, or if the next one does not fit; it begins the next
+                batch.
         """
         if self.first:
             entry = self.first.pop()
@@ -226,7 +255,11 @@ class _BatchQueue:
         return entry
 
     def _count(self, entry: Any) -> None:
-        """Add the images and pixels of an entry's request to those of the batch."""
+        """Add the images and pixels of an entry to those of the batch.
+
+        Args:
+            entry: A tuple of LitServe's, whose last item is the request.
+        """
         request: ScoreRequest | None = entry[-1]
         if request is None:  # LitServe's entry that ends the loop
             return

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from qualms.errors import QualmsError
 
 LOOPBACK = "127.0.0.1"
-HOSTS = (LOOPBACK, "0.0.0.0", "::")  # the addresses that LitServe can bind to
+# The addresses that LitServe can bind to.
+HOSTS = (LOOPBACK, "0.0.0.0", "::")
 MIN_PORT, MAX_PORT = 1024, 65535  # the ports that LitServe accepts
 MIN_TOKEN_CHARS = 16
 LIMITS = ("batch", "waiting", "deadline", "max_body", "max_images", "max_pixels")
@@ -47,13 +48,14 @@ class ServiceConfig:
     max_pixels: int = 25_000_000
 
     def __post_init__(self) -> None:
+        """Check all values."""
         self._check_address()
         self._check_token()
         for name in LIMITS:
             self._check_limit(name)
 
     def _check_address(self) -> None:
-        """Check that LitServe can listen on the host and the port."""
+        """Raise an error unless LitServe can listen on the host and the port."""
         if self.host not in HOSTS:
             raise QualmsError(
                 f"the service cannot listen on {self.host!r}; use one of {', '.join(HOSTS)}."
@@ -64,7 +66,7 @@ class ServiceConfig:
             )
 
     def _check_token(self) -> None:
-        """Check that the token is hard to guess, and that it is there if others reach the host."""
+        """Raise an error if the token is easy to guess, or missing although others reach the host."""
         if self.token is None:
             if self.host != LOOPBACK:
                 raise QualmsError(
@@ -79,7 +81,7 @@ class ServiceConfig:
             )
 
     def _check_limit(self, name: str) -> None:
-        """Check that a limit is a finite number above 0."""
+        """Raise an error unless the limit with this name is a finite number above 0."""
         limit = getattr(self, name)
         is_positive = 0 < limit < math.inf  # false for NaN
         if not is_positive:
@@ -87,4 +89,5 @@ class ServiceConfig:
 
 
 def _is_visible_ascii(text: str) -> bool:
+    """Whether all characters are visible ASCII characters, so neither spaces nor controls."""
     return all("!" <= character <= "~" for character in text)

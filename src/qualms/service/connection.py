@@ -15,13 +15,16 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-MAX_HEAD_BYTES = 2**16  # of the request line and the headers, or of a chunked body's trailers
+# Of the request line and the headers, or of a chunked body's trailers.
+MAX_HEAD_BYTES = 2**16
 TOO_LARGE = (
     f"the request's headers have more than {MAX_HEAD_BYTES:,} bytes; send fewer or shorter ones."
 )
 INVALID = "this is not a valid HTTP/1.1 request; check its first line, headers and length."
-SEPARATOR = b": \r\n"  # the bytes of a header besides its name and value
-REQUEST_LINE = b"  HTTP/1.1\r\n\r\n"  # the bytes of a head besides method, address and headers
+# The bytes of a header besides its name and value.
+SEPARATOR = b": \r\n"
+# The bytes of a head besides method, address and headers.
+REQUEST_LINE = b"  HTTP/1.1\r\n\r\n"
 
 
 class LimitedConnection(HttpToolsProtocol):
@@ -49,6 +52,7 @@ class LimitedConnection(HttpToolsProtocol):
     """
 
     def __init__(self, *args: Any, deadline: float, **kwargs: Any) -> None:
+        """Begin without a request; the time runs from `connection_made`."""
         super().__init__(*args, **kwargs)
         self.deadline = deadline
         self.is_in_head = False
@@ -60,7 +64,7 @@ class LimitedConnection(HttpToolsProtocol):
     # Called by asyncio.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the time for the first request."""
+        """Start the time in which the head of the first request must arrive."""
         super().connection_made(transport)
         self._set_timeout(self.deadline)
 
@@ -70,7 +74,11 @@ class LimitedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse some bytes, and count those that end no part of a request."""
+        """Parse received bytes, and close the connection if too many end no part of a request.
+
+        Once an answer has been sent and the connection is idle, start the time that it may stay
+        open.
+        """
         parts_before = self.parts_ended
         super().data_received(data)
         if self.transport.is_closing():
@@ -86,7 +94,7 @@ class LimitedConnection(HttpToolsProtocol):
     # Called by the parser.
 
     def on_message_begin(self) -> None:
-        """Start the time for a request's head."""
+        """Begin the head of a request: reset the counts, and start the time for it."""
         super().on_message_begin()
         self.is_in_head = True
         self.head_bytes = 0
@@ -94,17 +102,20 @@ class LimitedConnection(HttpToolsProtocol):
         self._set_timeout(self.deadline)
 
     def on_url(self, url: bytes) -> None:
-        """Count a piece of the address."""
+        """Count the bytes of a piece of the address, and pass it on."""
         self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header, or a trailer."""
+        """Count the bytes of a header, or of a trailer, and pass it on."""
         self._count_head(len(name) + len(value) + len(SEPARATOR))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the time for the body."""
+        """End the head, and start the time for the body: twice the deadline, from now.
+
+        The middleware answers at the deadline; the rest is for the client to read the answer.
+        """
         self._count_head(len(self.parser.get_method()) + len(REQUEST_LINE))
         self.is_in_head = False
         self._end_part()
@@ -123,24 +134,29 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what the parser rejects, as one sentence of JSON; uvicorn has logged it."""
+        """Refuse what the parser rejects, as one sentence of JSON; called by uvicorn, which logs.
+
+        Args:
+            msg: uvicorn's message, which is not sent.
+        """
         if self.head_bytes > MAX_HEAD_BYTES:
             self._refuse(431, TOO_LARGE)
         else:
             self._refuse(400, INVALID)
 
     def _count_head(self, size: int) -> None:
-        """Count bytes of the head, and stop the parser if they are too many.
+        """Count `size` bytes of the head, and stop the parser if there are too many.
 
         Raises:
-            ValueError: The parser turns it into its own error, and uvicorn then calls
-                `send_400_response`.
+            ValueError: If there are more than `MAX_HEAD_BYTES`. The parser turns it into an error
+                of its own, and uvicorn then calls `send_400_response`.
         """
         self.head_bytes += size
         if self.head_bytes > MAX_HEAD_BYTES:
             raise ValueError(TOO_LARGE)
 
     def _end_part(self) -> None:
+        """Count a part of a request that has ended: its head, a piece of its body, or its end."""
         self.parts_ended += 1
         self.unparsed_bytes = 0
 
@@ -149,7 +165,7 @@ class LimitedConnection(HttpToolsProtocol):
         return self.cycle is not None and self.cycle.response_complete
 
     def _set_timeout(self, seconds: float | None) -> None:
-        """Replace the timeout.
+        """Cancel the timeout, and set another one, after which `_time_out` is called.
 
         Args:
             seconds: The time from now. None for no timeout.
@@ -202,7 +218,7 @@ class LimitedConnection(HttpToolsProtocol):
 
 
 def connection_factory(deadline: float) -> Callable[..., LimitedConnection]:
-    """Return what uvicorn calls for each connection.
+    """Return the function that uvicorn calls to build the protocol object of each connection.
 
     Args:
         deadline: Seconds for the head of a request.

@@ -27,7 +27,8 @@ from qualms.service.schemas import ModelInfo, NotReady
 FIRST_STEP = "starting the process with the network"
 BOARD_KEY = "progress"
 STDERR = 2  # file descriptor
-MAX_TIMER_SECONDS = 1e6  # eleven days: some systems accept no longer timers
+# Eleven days: some systems accept no longer timers.
+MAX_TIMER_SECONDS = 1e6
 # The exit with a message needs Python's lock. If a library holds it, the process exits without one
 # after so many seconds more.
 GRACE_SECONDS = 5.0
@@ -57,18 +58,18 @@ class Failure:
 
     @classmethod
     def from_error(cls, error: Exception) -> "Failure":
-        """Describe an error, which itself may not be picklable."""
+        """Describe an error as text, since the error itself may not be picklable."""
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, QualmsError):
             return cls(str(error), True, trace)
         return cls(f"{type(error).__name__}: {reason(error)}", False, trace)
 
     def throw(self) -> NoReturn:
-        """Raise the error in this process.
+        """Raise an error with the same message in this process.
 
         Raises:
-            QualmsError: If it was one.
-            RuntimeError: If it was another error.
+            QualmsError: If the original error was one.
+            RuntimeError: If the original error was of another class.
         """
         error_class = QualmsError if self.is_qualms_error else RuntimeError
         raise error_class(self.message) from RemoteTraceback(self.traceback)
@@ -106,14 +107,20 @@ class Progress:
 
     @property
     def message(self) -> str:
-        """Why requests get 503. The reason of a failure is left to the log: it may name files."""
+        """The error message of requests that come before the network is ready, with status 503.
+
+        It does not say why a start has failed: the reason may name files, so only the log has it.
+        """
         if self.status == "failed":
             return "the network could not be loaded; see the service's log."
         where = f"{self.step}, step {self.number} of {self.steps}, {self.seconds:.0f} s so far"
         return f"the network is warming up ({where}); retry in a few seconds."
 
     def describe_not_ready(self) -> NotReady:
-        """Describe the state for probes, of a network that is not ready or does not respond."""
+        """Return the body of a failed `/readyz`: the state, the step and the seconds so far.
+
+        A network that was ready, but does not respond any more, "hangs".
+        """
         return NotReady(
             status="hangs" if self.status == "ready" else self.status,
             step=self.step,
@@ -133,6 +140,11 @@ class Startup:
         model_info: The model's description before it is loaded.
         steps: The number of steps; the first one starts the process with the network.
         echo: Writes a line to the log.
+
+    Attributes:
+        last: The progress when this process last read or wrote the board.
+        board: A dict with the progress, shared by all processes after `share`.
+        transform: How images become the network's inputs; None until it is ready.
     """
 
     def __init__(
@@ -141,6 +153,7 @@ class Startup:
         steps: int,
         echo: Callable[[str], None],
     ) -> None:
+        """Begin the first step; the clock of the start runs from here."""
         self.model_info = model_info
         self.transform: ImageTransform | None = None
         self.echo = echo
@@ -149,10 +162,10 @@ class Startup:
         self.board: MutableMapping[str, Progress] = {BOARD_KEY: self.last}
 
     def share(self, manager: Any) -> None:
-        """Share the progress with all processes that are started from now on.
+        """Share the board with all processes that are started from now on.
 
         Args:
-            manager: `multiprocessing`'s.
+            manager: A started `multiprocessing.Manager`, whose process holds the board.
         """
         self.board = manager.dict(self.board)
 
@@ -161,7 +174,7 @@ class Startup:
         self.echo(f"{self.last.seconds:.1f} s: {line}")
 
     def begin(self, step: str) -> None:
-        """Begin the next step."""
+        """Begin the next step: write it to the log and to the board."""
         self.log(f"{step} …")
         self._publish(replace(self.last, step=step, number=self.last.number + 1))
 
@@ -180,7 +193,7 @@ class Startup:
         self._publish(replace(self.last, status="failed", failure=Failure.from_error(error)))
 
     def progress(self) -> Progress:
-        """Return the progress. Once the network is ready, the board is not read any more."""
+        """Return the latest progress, read from the board until the network is ready or failed."""
         if self.last.status == "warming up":
             # The process with the board may have ended; then this one is about to.
             with suppress(EOFError, OSError):
@@ -198,7 +211,7 @@ class Startup:
         self.board[BOARD_KEY] = progress
 
     def _update(self, progress: Progress) -> None:
-        """Store the progress in this process."""
+        """Store the progress in this process, with the model's information once it is complete."""
         self.last = progress
         if progress.model_info is not None:
             self.model_info = progress.model_info
@@ -207,9 +220,9 @@ class Startup:
 
 @contextmanager
 def exit_if_hung(deadline: float, images: int) -> Iterator[None]:
-    """End this process if the block does not return in time. Nothing else stops a hung model.
+    """End this process if the block does not return in time: nothing else stops a hung model.
 
-    The limit is the deadline for each image, and once more, so that slow models go on.
+    The limit is one deadline for each image, and one more, so that slow models are not ended.
 
     Args:
         deadline: The deadline of a request, in seconds.
@@ -228,7 +241,12 @@ def exit_if_hung(deadline: float, images: int) -> Iterator[None]:
 
 
 def _exit_hung(limit: float, images: int) -> None:
-    """Print where the model hangs, and exit."""
+    """Print where the model hangs, and exit with code 1.
+
+    Args:
+        limit: The limit that has passed, in seconds.
+        images: The number of images in the batch.
+    """
     message = (
         f"the network took more than {limit:g} s for a batch of {images}, so its process exits. "
         "It hangs here:"
@@ -242,7 +260,7 @@ _forking_process = 0  # the id of the process that is about to fork
 
 
 def kill_forks_with_this_process() -> None:
-    """From now on, what this process forks is killed when it ends (Linux)."""
+    """Let the kernel kill all processes that this one forks from now on, when it ends (Linux)."""
     if PRCTL is None:
         return
     os.register_at_fork(
@@ -259,7 +277,7 @@ def die_with_parent() -> None:
 
 
 def _remember_forking_process() -> None:
-    """Store this process's id before it forks; the child compares it with its parent's."""
+    """Store this process's id before it forks: the child checks that this still is its parent."""
     global _forking_process
     _forking_process = os.getpid()
 

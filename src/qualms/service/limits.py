@@ -42,9 +42,12 @@ PUBLIC_PATHS = frozenset(
         "/v2/health/ready",
     }
 )
-LOCAL_HOSTS = frozenset({b"", b"127.0.0.1", b"localhost"})  # programs may omit it, browsers do not
-RETRY_AFTER = {"Retry-After": "1"}  # seconds: the wait is unknown, and a retry is cheap
-STATE_KEY = "qualms.state"  # of the `RequestState` in a request's ASGI scope
+# Programs may omit it, browsers do not.
+LOCAL_HOSTS = frozenset({b"", b"127.0.0.1", b"localhost"})
+# Seconds: the wait is unknown, and a retry is cheap.
+RETRY_AFTER = {"Retry-After": "1"}
+# Of the `RequestState` in a request's ASGI scope.
+STATE_KEY = "qualms.state"
 log = logging.getLogger(__name__)
 
 
@@ -81,6 +84,7 @@ class LimitsMiddleware:
         config: ServiceConfig,
         metrics: Metrics,
     ) -> None:
+        """Begin without requests; the gauge `waiting` calls `count_waiting` from now on."""
         self.app = app
         self.config = config
         self.metrics = metrics
@@ -89,12 +93,15 @@ class LimitsMiddleware:
         metrics.waiting.set_function(self.count_waiting)
 
     def count_waiting(self) -> int:
-        """Return the number of requests that are being received, queued or scored."""
+        """Count the requests that are being received, queued or scored, also after their 504."""
         self.unfinished = [work for work in self.unfinished if not work.done()]
         return self.active + len(self.unfinished)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request, or refuse it."""
+        """Handle one request, or refuse it; count it, and answer 500 if a route has a bug.
+
+        The arguments are ASGI's. What is not HTTP, such as the lifespan, is passed on unchanged.
+        """
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -104,7 +111,8 @@ class LimitsMiddleware:
             await self._handle(scope, receive, response)
         except ClientDisconnect:
             pass  # during the upload: nobody waits for an answer
-        except Exception:  # a bug in a route: its traceback goes to the log, not to the client
+        # A bug in a route: its traceback goes to the log, not to the client.
+        except Exception:
             if response.status is not None:
                 raise
             log.exception("a request failed because of an unexpected error")
@@ -120,7 +128,13 @@ class LimitsMiddleware:
         receive: Receive,
         response: "_ResponseSender",
     ) -> None:
-        """Refuse a request, or run its route; one with a body has a deadline."""
+        """Refuse a request, or run its route: with a deadline for a POST, which has a body.
+
+        Args:
+            scope: The ASGI scope.
+            receive: ASGI's function to receive the body.
+            response: Sends the answer.
+        """
         refusal = self._check_headers(scope)
         if refusal is not None:
             await refusal(scope, receive, response)
@@ -130,10 +144,10 @@ class LimitsMiddleware:
             await self.app(scope, receive, response)
 
     def _check_headers(self, scope: Scope) -> JSONResponse | None:
-        """Check all that can be checked before the body is read.
+        """Check all that can be checked before the body is read: token or host, size and waiting.
 
         Returns:
-            401, 403, 413 or 429, or None if the request is accepted.
+            The response with 401, 403, 413 or 429, or None if the request is accepted.
         """
         headers = [(name.lower(), value) for name, value in scope["headers"]]
         if self.config.token is None:
@@ -183,7 +197,7 @@ class LimitsMiddleware:
                 self.unfinished.append(state.work)
 
     def _describe_timeout(self, is_body_complete: bool) -> JSONResponse:
-        """Return 504 if the service was too slow, 408 if the client was."""
+        """Return the response at the deadline: 504 if scoring was too slow, 408 if the upload was."""
         limit = f"{self.config.deadline:g} s"
         if is_body_complete:
             message = (
@@ -193,6 +207,7 @@ class LimitsMiddleware:
         return error_response(408, f"the body did not arrive within {limit}; send less, or faster.")
 
     def _too_large(self) -> str:
+        """Return the error message of a body that is too large."""
         limit = self.config.max_body
         return f"the body has more than {limit:,} bytes; send fewer or smaller images."
 
@@ -204,9 +219,13 @@ class _BodyReader:
         receive: ASGI's function to receive the body.
         max_bytes: The most bytes that are read.
         too_large: The error message if there are more.
+
+    Attributes:
+        is_complete: Whether all of the body has arrived.
     """
 
     def __init__(self, receive: Receive, max_bytes: int, too_large: str) -> None:
+        """Begin with no bytes read."""
         self.receive = receive
         self.max_bytes = max_bytes
         self.too_large = too_large
@@ -229,20 +248,29 @@ class _BodyReader:
 
 
 class _ResponseSender:
-    """Sends a response, and remembers its status once it has begun."""
+    """Sends a response, and remembers its status once it has begun.
+
+    Args:
+        send: ASGI's function to send the response.
+
+    Attributes:
+        status: The HTTP status of the response; None until it has begun.
+    """
 
     def __init__(self, send: Send) -> None:
+        """Begin without a response."""
         self.send = send
         self.status: int | None = None
 
     async def __call__(self, message: Message) -> None:
+        """Send a message of ASGI: the start of the response, or a piece of its body."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
         await self.send(message)
 
 
 def _check_hosts(headers: list[tuple[bytes, bytes]]) -> JSONResponse | None:
-    """Refuse requests to other names than this machine's own.
+    """Refuse a request to another name than this machine's own: return 403, or None to accept it.
 
     This stops DNS rebinding: a web page whose name was made to point to this machine, so that its
     browser lets it read the service's answers.
@@ -265,7 +293,7 @@ def _check_token(
     headers: dict[bytes, bytes],
     token: str,
 ) -> JSONResponse | None:
-    """Refuse requests without the token, except to public paths.
+    """Refuse a request without the token, except to public paths: return 401, or None to accept.
 
     Args:
         path: The request's path.
@@ -283,7 +311,7 @@ def _check_token(
 
 
 def request_state(scope: Scope) -> RequestState:
-    """Return the state of a request that has passed the middleware."""
+    """Return the state that the middleware has stored in the ASGI scope of a request."""
     state: RequestState = scope[STATE_KEY]
     return state
 

@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 IMAGES_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
-NO_LABEL = "none"  # of a request that reached no route, or an image without a decision
+# Of a request that reached no route, or an image without a decision.
+NO_LABEL = "none"
 
 
 class Metrics:
@@ -21,6 +22,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
+        """Create all metrics, at zero."""
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "qualms_requests",
@@ -59,7 +61,7 @@ class Metrics:
         status: int | None,
         seconds: float,
     ) -> None:
-        """Count a request that has ended.
+        """Count a request that has ended, by its route and status, and observe its duration.
 
         Args:
             scope: The ASGI scope; it holds the route if the request has reached one.

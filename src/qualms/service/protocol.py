@@ -145,7 +145,7 @@ def _add_health_routes(app: FastAPI, handler: RequestHandler) -> None:
 
 
 def _describe_model(handler: RequestHandler) -> ModelMetadata:
-    """Describe the inputs and outputs, with -1 for the lengths that are free.
+    """Describe the network's inputs and outputs, with -1 for lengths that may differ.
 
     Args:
         handler: The handler of a network that is ready.
@@ -176,6 +176,7 @@ async def _infer(request: Request, handler: RequestHandler) -> InferResponse:
 
     Raises:
         HTTPException: If the network is not ready, or if the request is invalid.
+        ValidationError: If the body is not an `InferRequest`.
     """
     if content_type(request) != "application/json":
         raise HTTPException(415, "the content type is not supported; send application/json.")
@@ -219,11 +220,11 @@ def _output_tensors(
     names: list[str],
     info: ModelInfo,
 ) -> list[OutputTensor]:
-    """Turn results into arrays.
+    """Convert results to named arrays, an array per output with an entry for each image.
 
     Args:
-        results: The results of the images.
-        names: The requested outputs.
+        results: For each image the fields of a `Result`, without its id.
+        names: The requested outputs; repeated names give one array.
         info: The model's description.
     """
     datatypes = _output_types(info)
@@ -276,9 +277,13 @@ def _parse_infer_request(body: bytes, reader: ImageReader) -> tuple[InferRequest
         body: The request's body.
         reader: Reads the images within the limits.
 
+    Returns:
+        The request, and its images.
+
     Raises:
         ValidationError: If the body is not an `InferRequest`.
-        HTTPException: If its data does not match its shape, or is not images.
+        HTTPException: If the data does not match the shape or is not images, or if there are too
+            many images or pixels.
     """
     infer_request = InferRequest.model_validate_json(body)
     tensor = infer_request.inputs[0]
@@ -322,11 +327,12 @@ def _flatten_numbers(data: list[Any], count: int) -> np.ndarray | None:
         return None
     try:
         values = np.asarray(flat)
-    except (ValueError, OverflowError):  # of integers too long for any type
+    # Of integers too long for any type.
+    except (ValueError, OverflowError):
         return None
     return values if values.dtype.kind in "iuf" else None
 
 
 def _are_rows(data: list[Any], length: int) -> bool:
-    """Whether all items are lists of one length."""
+    """Whether all items are lists with `length` items each."""
     return all(type(row) is list and len(row) == length for row in data)

@@ -20,13 +20,16 @@ from qualms.service.uploads import ImageReader, Pixels
 
 T = TypeVar("T")
 ScoreFn = Callable[[ScoreRequest], Awaitable[ScoreResponse]]
-Results = list[dict[str, Any]]  # for each image the fields of a `Result`, without its id
+# For each image the fields of a `Result`, without its id.
+Results = list[dict[str, Any]]
 DECODE_THREADS = 4
 MAX_FORM_FIELDS = 8  # besides the files; none is used
-RETRY_AFTER = {"Retry-After": "5"}  # seconds: a start takes some, or minutes
+# Seconds: a start takes some, or minutes.
+RETRY_AFTER = {"Retry-After": "5"}
 
 
 def _decode_threads() -> ThreadPoolExecutor:
+    """Create the threads in which images are decoded; none is started yet."""
     return ThreadPoolExecutor(DECODE_THREADS, "decode")
 
 
@@ -57,10 +60,10 @@ class RequestHandler:
         return self.startup.progress().status == "ready" and not self.is_hung()
 
     def require_ready(self) -> None:
-        """Check that the network is loaded and responds.
+        """Raise an error unless the network is loaded and responds.
 
         Raises:
-            HTTPException: 503 if not.
+            HTTPException: 503, with how far the start is.
         """
         progress = self.startup.progress()
         if progress.status != "ready":
@@ -70,7 +73,7 @@ class RequestHandler:
             raise HTTPException(503, message, RETRY_AFTER)
 
     def image_reader(self) -> ImageReader:
-        """Return what reads images in the network's size, which is known once it is ready.
+        """Return a reader that resizes images to the network's size, which is known once it is ready.
 
         Raises:
             HTTPException: 503 if the network is not ready.
@@ -85,6 +88,9 @@ class RequestHandler:
             request: The request. Its state holds the running call, which goes on after a 504.
             function: Decodes a body.
             args: Arguments of the function.
+
+        Returns:
+            What the function returns.
 
         Raises:
             HTTPException: 413 if memory runs out.
@@ -122,6 +128,7 @@ class RequestHandler:
         state = request_state(request.scope)
         score_request = ScoreRequest(images, with_layers, state.received_at)
         state.work = asyncio.ensure_future(self.send(score_request))
+        # At the deadline, the middleware cancels this route, but not the scoring, which it counts.
         response: ScoreResponse = await asyncio.shield(state.work)
         if response.timed_out:
             raise HTTPException(504, "the request waited too long to be scored; retry later.")
@@ -143,7 +150,7 @@ class RequestHandler:
             request: A request whose body should be a form or JSON.
 
         Returns:
-            The ids of the images, and the images.
+            The ids of the images (names of files, or positions), and the images.
 
         Raises:
             HTTPException: If the network is not ready, or if the body is invalid.
@@ -165,7 +172,7 @@ class RequestHandler:
 
 
 def content_type(request: Request) -> str:
-    """Return the content type of a request, without its parameters."""
+    """Return the content type of a request in lower case, without parameters; empty if not given."""
     header: str = request.headers.get("content-type", "")
     return header.partition(";")[0].strip().lower()
 
@@ -201,10 +208,10 @@ async def _read_form(request: Request, max_files: int) -> list[tuple[str, bytes]
 
 
 def _image_parts(form: FormData) -> list[UploadFile]:
-    """Return the parts of a form, all of which must be files named `images`.
+    """Return the files of a form, all of whose parts must be files named `images`.
 
     Raises:
-        HTTPException: 422 if there are others.
+        HTTPException: 422 if there are other parts.
     """
     parts = []
     for name, part in form.multi_items():
@@ -216,11 +223,21 @@ def _image_parts(form: FormData) -> list[UploadFile]:
 
 
 def _parse_arrays(body: bytes, reader: ImageReader) -> list[Pixels]:
+    """Parse a JSON body, and read its images.
+
+    Args:
+        body: The request's body.
+        reader: Reads the images within the limits.
+
+    Raises:
+        ValidationError: If the body is not an `ImageArrays`.
+        HTTPException: If there are too many images or pixels, or if an array is not an image.
+    """
     arrays = ImageArrays.model_validate_json(body)
     return reader.read_arrays(arrays.images, arrays.white)
 
 
 def _describe_size(image: Pixels) -> str:
-    """Return width x height."""
+    """Format the size of an image [c, h, w] as `width x height`."""
     _, height, width = image.shape
     return f"{width} x {height}"

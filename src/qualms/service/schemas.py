@@ -18,8 +18,10 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 # Pillow decodes these itself. For others it may start a program such as Ghostscript.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_ECHO = 80  # characters of a request that an error message repeats
-MAX_OUTPUTS = 100  # names of outputs in a request; there are fewer outputs
-MAX_MISTAKES = 100  # pydantic makes an object of each mistake to describe it
+# Names of outputs in a request; there are fewer outputs.
+MAX_OUTPUTS = 100
+# Pydantic makes an object of each mistake to describe it.
+MAX_MISTAKES = 100
 
 Number = Annotated[float, Field(strict=True, ge=0, le=255, allow_inf_nan=False)]
 Color = Annotated[list[Number], Field(min_length=1, max_length=3)]
@@ -255,7 +257,7 @@ def _inline_refs(schema: Any, definitions: dict[str, Any]) -> Any:
 
 
 def describe_validation_error(error: ValidationError) -> tuple[int, str]:
-    """Describe the first mistake in a body.
+    """Describe the first mistake in a body; with very many mistakes, only their number.
 
     Args:
         error: The error that pydantic raised.
@@ -271,7 +273,8 @@ def describe_validation_error(error: ValidationError) -> tuple[int, str]:
         return 400, "the body is not valid JSON."
     path = []
     for part in map(str, first["loc"]):
-        if part.replace("_", "").isalnum():  # leave out pydantic's names of types, as `list[float]`
+        # Leave out pydantic's names of types, as `list[float]`.
+        if part.replace("_", "").isalnum():
             path.append(part)
     where = ".".join(path) or "the body"
     message = first["msg"]

@@ -36,8 +36,10 @@ from qualms.threshold import Threshold
 
 IMAGES_NAME = "the request"  # what errors call the images
 GRAY = 128
-ImageKey = tuple[int, int]  # the positions of a request in its batch, and of an image in it
-WatchFn = Callable[[int], AbstractContextManager[None]]  # around the scoring of so many images
+# The positions of a request in its batch, and of an image in it.
+ImageKey = tuple[int, int]
+# Around the scoring of so many images.
+WatchFn = Callable[[int], AbstractContextManager[None]]
 log = logging.getLogger(__name__)
 
 
@@ -49,6 +51,7 @@ class ModelError(QualmsError):
     """
 
     def __init__(self, original: Exception) -> None:
+        """Keep the original error, and describe it in one sentence."""
         self.original = original
         super().__init__(f"the model raised {type(original).__name__} ({reason(original)}).")
 
@@ -84,7 +87,7 @@ class ScoringService:
         return next(iter(self.scorer.methods.items()))
 
     def gray_image(self) -> UInt8[Tensor, "1 c h w"] | None:
-        """Return an image to try the network on. None if its input size is unknown."""
+        """Return a gray image to try the network on; None if the network's input size is unknown."""
         transform = self.network.transform
         if transform is None:
             return None
@@ -92,7 +95,10 @@ class ScoringService:
         return torch.full((1, channels, *transform.size), GRAY, dtype=torch.uint8)
 
     def price(self) -> Price | None:
-        """Return the price of one image, as counted. None if the input size is unknown."""
+        """Return the price of one image: its forward passes, counted, and their seconds.
+
+        None if the network's input size is unknown.
+        """
         image = self.gray_image()
         if image is None:
             return None
@@ -100,7 +106,11 @@ class ScoringService:
         return self.scorer.price(inputs)
 
     def warm_up(self) -> Scored | None:
-        """Score a gray image: an invalid setup fails now, and the first request is not slow."""
+        """Score a gray image, so that an invalid setup fails now and the first request is not slow.
+
+        Returns:
+            The scores of the image; None if the network's input size is unknown.
+        """
         image = self.gray_image()
         if image is None:
             return None
@@ -139,7 +149,7 @@ def describe_unloaded(
     methods: Mapping[str, Method],
     threshold: Threshold | None,
 ) -> ModelInfo:
-    """Describe a model before it is loaded: without weights, classes and tolerance.
+    """Describe a model before it is loaded: without its hash, class names and tolerance.
 
     Args:
         name: The model's name in answers and paths.
@@ -239,6 +249,9 @@ class _RequestBatch:
         service: The network and its scorer.
         requests: The requests, in order of arrival.
         watch: Maps a number of images to the context manager in which they are scored.
+
+    Attributes:
+        responses: A response for each request, with an empty result for each image to begin with.
     """
 
     def __init__(
@@ -247,6 +260,7 @@ class _RequestBatch:
         requests: Sequence[ScoreRequest],
         watch: WatchFn,
     ) -> None:
+        """Begin with empty results."""
         self.service = service
         self.requests = requests
         self.watch = watch
@@ -267,7 +281,12 @@ class _RequestBatch:
                 yield keys[start : start + SERVICE_BATCH]
 
     def drop_expired(self, keys: list[ImageKey], deadline: float) -> None:
-        """Time out the requests of these images whose deadline has passed."""
+        """Time out those requests of these images whose deadline has passed.
+
+        Args:
+            keys: The keys of the images that are about to be scored.
+            deadline: Seconds from the arrival of a request to its deadline.
+        """
         for r in {r for r, _ in keys}:
             if time.monotonic() > self.requests[r].received_at + deadline:
                 self.responses[r] = ScoreResponse(None, timed_out=True)
@@ -297,10 +316,10 @@ class _RequestBatch:
         """Score the images of each request on their own, or log why a single one fails.
 
         Args:
-            keys: The keys of images that could not be scored together.
+            keys: The keys of images that could not be scored together, sorted by request.
             error: The error of scoring them together.
         """
-        first = keys[0][0]
+        first = keys[0][0]  # the position of the first request
         if first != keys[-1][0]:
             for _, request_keys in groupby(keys, itemgetter(0)):
                 self.score(list(request_keys))
@@ -312,7 +331,7 @@ class _RequestBatch:
             self.responses[first] = ScoreResponse(None)
 
     def _compute_results(self, keys: list[ImageKey]) -> list[dict[str, Any]]:
-        """Score images of one size.
+        """Score images of one size together, with the shares of layers where these were requested.
 
         Args:
             keys: The keys of the images.
@@ -332,7 +351,7 @@ class _RequestBatch:
 
 
 def _to_results(scored: Scored) -> list[dict[str, Any]]:
-    """Convert scores to JSON.
+    """Convert scores to values for JSON, a dict for each image.
 
     Args:
         scored: The scores of images of one size.
@@ -365,6 +384,7 @@ def _to_results(scored: Scored) -> list[dict[str, Any]]:
 
 
 def _as_images(pixels: UInt8[Tensor, "n c h w"]) -> Images:
+    """Wrap pixels as `Images` without labels, which errors call "the request"."""
     return Images(IMAGES_NAME, pixels, None)
 
 

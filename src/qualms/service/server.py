@@ -27,9 +27,12 @@ from qualms.service.lifecycle import Startup, kill_forks_with_this_process
 from qualms.service.schemas import ModelInfo
 
 POLL_SECONDS = 0.05  # between two looks at the progress of the start
-BACKLOG = 2048  # connections that wait to be accepted, uvicorn's default
-SHUTDOWN_SECONDS = 5  # besides the deadline, for uvicorn to answer what it has accepted
-MANAGER_PREFIX = "SyncManager"  # of multiprocessing's name of the process with the queues
+# Connections that wait to be accepted, uvicorn's default.
+BACKLOG = 2048
+# Besides the deadline, for uvicorn to answer what it has accepted.
+SHUTDOWN_SECONDS = 5
+# Of multiprocessing's name of the process with the queues.
+MANAGER_PREFIX = "SyncManager"
 
 
 class ScoringServer(LitServer):
@@ -41,9 +44,13 @@ class ScoringServer(LitServer):
     Args:
         worker: The process with the model.
         kwargs: Arguments of LitServe's class.
+
+    Attributes:
+        on_ready: Called once the network is ready.
     """
 
     def __init__(self, worker: ScoringWorker, **kwargs: Any) -> None:
+        """Set up the server; no process is started yet."""
         super().__init__(worker, **kwargs)
         self.startup = worker.startup
         self.sockets: list[socket.socket] = []
@@ -51,7 +58,14 @@ class ScoringServer(LitServer):
         self.on_ready: Callable[[], None] = lambda: None
 
     def _init_manager(self, num_api_servers: int) -> Any:
-        """Share the progress of the start through the manager that LitServe creates."""
+        """Let LitServe create its manager, and share the progress of the start through it.
+
+        Args:
+            num_api_servers: The number of processes that answer HTTP.
+
+        Returns:
+            The manager, a `multiprocessing.Manager`.
+        """
         manager = super()._init_manager(num_api_servers)
         self.startup.share(manager)
         return manager
@@ -65,7 +79,8 @@ class ScoringServer(LitServer):
         Args:
             lit_api: The worker.
         """
-        ensure_running()  # multiprocessing's resource tracker, whose start would unblock signals
+        # multiprocessing's resource tracker, whose start would unblock signals.
+        ensure_running()
         self.startup.log(f"{self.startup.last.step} …")
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -97,12 +112,18 @@ class ScoringServer(LitServer):
         """
         self.sockets = sockets
         for bound in sockets:
-            bound.listen(BACKLOG)  # early connections wait for the process
+            # Early connections wait for the process.
+            bound.listen(BACKLOG)
         self.startup.log(f"listening on {self.url}")
         return super()._start_server(port, num_uvicorn_servers, log_level, sockets, *args, **kwargs)
 
     def _start_worker_monitoring(self, manager: Any, uvicorn_workers: dict[Any, Any]) -> None:
-        """Wait for the network before LitServe watches the processes."""
+        """Wait for the network, call `on_ready`, and let LitServe watch the processes.
+
+        Args:
+            manager: The manager that LitServe has created.
+            uvicorn_workers: The processes that answer HTTP.
+        """
         self.wait_until_ready([*self.inference_workers, *uvicorn_workers.values()])
         self.on_ready()
         super()._start_worker_monitoring(manager, uvicorn_workers)
@@ -140,7 +161,13 @@ class ScoringServer(LitServer):
         uvicorn_workers: dict[Any, Any],
         shutdown_reason: str = "normal",
     ) -> None:
-        """Stop in LitServe's order if the network is ready, else kill all processes."""
+        """Stop in LitServe's order if the network is ready, else kill all processes.
+
+        Args:
+            manager: The manager that LitServe has created, which is shut down.
+            uvicorn_workers: The processes that answer HTTP.
+            shutdown_reason: Why the server stops, for LitServe.
+        """
         if self.startup.is_ready:
             super()._perform_graceful_shutdown(manager, uvicorn_workers, shutdown_reason)
             return
@@ -208,7 +235,8 @@ def serve(
     server.url = _url(config)
     server.on_ready = lambda: _report_ready(server)
     server.app.router.lifespan_context = _ignore_ctrl_c_in(server)
-    gc.freeze()  # forks share the imported modules, and their exit does not search them for garbage
+    # Forks share the imported modules, and their exit does not search them for garbage.
+    gc.freeze()
     kill_forks_with_this_process()
     _handle_stop_signals(_stop_start(startup))
     try:
@@ -224,7 +252,8 @@ def serve(
         )
         if not startup.is_ready:  # LitServe returns at Ctrl-C
             raise KeyboardInterrupt
-    except KeyboardInterrupt:  # before LitServe handles it, or a second one
+    # Before LitServe handles it, or a second one.
+    except KeyboardInterrupt:
         _kill_children()
         raise
     except (EOFError, ConnectionError):
@@ -244,7 +273,11 @@ def _url(config: ServiceConfig) -> str:
 
 
 def _report_ready(server: ScoringServer) -> None:
-    """Write the last line of the start, now that stop signals are LitServe's to handle."""
+    """Write the last line of the start to the log, and let signals stop the server from now on.
+
+    Raises:
+        KeyboardInterrupt: If a signal arrived before that.
+    """
     startup = server.startup
     _handle_stop_signals(_stop_server)
     if startup.is_stopped:
@@ -267,6 +300,7 @@ def _ignore_ctrl_c_in(server: ScoringServer) -> Callable[[FastAPI], Any]:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        """Ignore Ctrl-C in the process that runs the app, inside LitServe's own lifespan."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         async with server.lifespan(app):
             yield
@@ -275,18 +309,20 @@ def _ignore_ctrl_c_in(server: ScoringServer) -> Callable[[FastAPI], Any]:
 
 
 def _handle_stop_signals(handler: Callable[..., None]) -> None:
-    """Install a handler of SIGINT and SIGTERM."""
+    """Call `handler` at SIGINT and at SIGTERM from now on, in this process and in its forks."""
     for number in STOP_SIGNALS:
         signal.signal(number, handler)
 
 
 def _stop_start(startup: Startup) -> Callable[..., None]:
-    """Return a handler of signals during startup, which `wait_until_ready` checks for.
+    """Return the handler of stop signals during startup, which only remembers the signal.
 
-    It does not raise: an exception during a fork would be printed and dropped by Python.
+    `wait_until_ready` looks for it and raises. The handler itself does not: an exception during a
+    fork would be printed and dropped by Python.
     """
 
     def handle(*_: object) -> None:
+        """Remember the signal; a forked process that has inherited this handler exits instead."""
         startup.is_stopped = True
         if parent_process() is not None:
             raise SystemExit(0)
@@ -295,7 +331,10 @@ def _stop_start(startup: Startup) -> Callable[..., None]:
 
 
 def _stop_server(*_: object) -> None:
-    """Stop cleanly, which LitServe does only at Ctrl-C. Its children exit silently."""
+    """Handle SIGINT and SIGTERM alike: raise KeyboardInterrupt, at which LitServe stops in order.
+
+    A forked process that has inherited this handler exits silently instead.
+    """
     if parent_process() is not None:
         raise SystemExit(0)
     logging.getLogger("litserve.server").addFilter(_is_no_monitoring_record)
@@ -303,7 +342,10 @@ def _stop_server(*_: object) -> None:
 
 
 def _is_no_monitoring_record(record: logging.LogRecord) -> bool:
-    """Filter out LitServe's traceback: its monitoring may read a queue that has just ended."""
+    """Whether a record of LitServe's log may pass: all but those of its monitoring.
+
+    While the service stops, the monitoring may read a queue that has just ended, and log an error.
+    """
     return "Monitoring" not in record.getMessage()
 
 
@@ -318,7 +360,7 @@ def _kill_children() -> None:
 
 
 def _require_free_port(config: ServiceConfig) -> None:
-    """Check that the service can listen.
+    """Raise an error unless the service can listen on its host and port.
 
     Raises:
         QualmsError: If another program uses the port.

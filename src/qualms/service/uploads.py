@@ -17,7 +17,8 @@ from qualms.data.image_transform import channels_first
 from qualms.service.config import ServiceConfig
 from qualms.service.schemas import FORMATS, MAX_ECHO
 
-Pixels = UInt8[np.ndarray, "_ _ _"]  # [c, h, w]; images of one request may differ in size
+# [c, h, w]; images of one request may differ in size.
+Pixels = UInt8[np.ndarray, "_ _ _"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class ImageReader:
     config: ServiceConfig
 
     def read_files(self, files: Sequence[tuple[str, bytes]]) -> list[Pixels]:
-        """Decode image files.
+        """Decode image files, and resize the images to the network's size.
 
         Args:
             files: The name and the content of each file.
@@ -94,13 +95,13 @@ class ImageReader:
         return images
 
     def _transform(self, image: Any) -> Pixels:
-        """Resize an image of Pillow's as the network needs it."""
+        """Resize an image of Pillow's to the network's size, if it has one; return pixels [c, h, w]."""
         if self.transform is not None:
             image = self.transform.apply_to_image(image)
         return channels_first(image)
 
     def require_count(self, images: int) -> None:
-        """Check the number of images.
+        """Raise an error if there are no images, or too many.
 
         Raises:
             HTTPException: 422 if there is none, 413 if there are too many.
@@ -113,7 +114,7 @@ class ImageReader:
             raise HTTPException(413, message)
 
     def require_pixels(self, shape: Sequence[int]) -> None:
-        """Check the number of pixels that a shape announces, before any of them are read.
+        """Raise an error if a shape announces too many pixels, before any of them are read.
 
         Args:
             shape: [n, h, w] or [n, h, w, c].
@@ -126,6 +127,7 @@ class ImageReader:
             raise self._too_many_pixels()
 
     def _too_many_pixels(self) -> HTTPException:
+        """Return the error for images with too many pixels in total, to be raised: 413."""
         limit = self.config.max_pixels
         message = (
             f"the request's images have more than {limit:,} pixels in total; send smaller ones."
@@ -174,7 +176,7 @@ def _to_uint8(
 
 
 def _as_array(array: Any) -> np.ndarray:
-    """Convert to an array, which is empty if the rows differ in length."""
+    """Convert nested lists to an array; an empty one if rows differ in length, so it is refused."""
     try:
         return np.asarray(array)
     except ValueError:

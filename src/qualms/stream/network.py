@@ -52,13 +52,14 @@ class Network:
             "std": list(self.normalization.std),
         }
         if self.transform is not None:
+            # The transform's former name, as in saved runs.
             identity["fit"] = str(self.transform)
         if self.members:
             identity["members"] = [fingerprint(member) for member in self.members]
         return identity
 
     def inputs(self, images: Images) -> Float[Tensor, "n c h w"]:
-        """Resize, convert and normalize images into the model's inputs, on its device."""
+        """Resize, convert and normalize images into the model's inputs, on the model's device."""
         return self._normalize(self._transform(images))
 
     def numbered_inputs(self, images: Images) -> tuple[Float[Tensor, "n c h w"], list[int]]:
@@ -109,6 +110,7 @@ class Network:
         height, width = images.size
 
         def explain(error: Exception) -> QualmsError:
+            """Create the error that names the network, the size and the reason."""
             return QualmsError(
                 f"{self.name} does not take images of {width} x {height} pixels "
                 f"({reason(error)}); pass size=, the size it was trained on."
@@ -155,7 +157,12 @@ class Network:
         return replace(images, labels=indices[images.labels], classes=self.class_names)
 
     def _require_class_count(self, images: Images, source: str) -> None:
-        """Raise an error unless the network has as many outputs as the images have classes."""
+        """Raise an error unless the network has as many outputs as the images have classes.
+
+        Args:
+            images: labeled images, the first of which is passed through the network.
+            source: what the error calls the images.
+        """
         classes = self.logits(images.take(slice(0, 1))).shape[1]
         if len(images.classes) != classes:
             raise QualmsError(
@@ -165,7 +172,14 @@ class Network:
             )
 
     def accuracy(self, images: Images) -> float:
-        """Compute the share of labeled images that the network classifies correctly."""
+        """Compute the share of images that the network classifies correctly.
+
+        Args:
+            images: images with labels that count as the network's outputs do (see `relabel`).
+
+        Raises:
+            QualmsError: if there are no labels, or if the network has another number of classes.
+        """
         logits, labels = self.logits(images), images.labels
         if labels is None:
             raise QualmsError(
@@ -203,6 +217,7 @@ class InputBatches:
     images: Images
 
     def __iter__(self) -> Iterator[Float[Tensor, "n c h w"]]:
+        """Yield the inputs of `FORWARD_BATCH` images at a time; the last batch may be smaller."""
         for index in torch.arange(len(self.images)).split(FORWARD_BATCH):
             yield self.network.inputs(self.images.take(index))
 
@@ -219,6 +234,9 @@ def _match_classes(
         names: the names of the network's classes, in the order of its outputs.
         source: the name of the images in errors.
         network: the name of the network in errors.
+
+    Returns:
+        For each of `image_classes`, its position in `names`.
     """
     places: dict[str, list[int]] = {}
     for number, name in enumerate(names):
@@ -232,6 +250,7 @@ def _match_classes(
                 f"{source} has the class {name!r}, which {network} does not have: its classes are "
                 f"{', '.join(names[:3])} …; rename the folders, or name the network's classes."
             )
+        # Otherwise it would be open which of the network's classes of this name is meant.
         if len(places[name]) != counts[name]:
             which = " and ".join(map(str, places[name]))
             raise QualmsError(

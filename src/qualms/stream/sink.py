@@ -74,6 +74,7 @@ def report_to(
     """
 
     def report(done: int) -> None:
+        """Call `progress` with the samples done; an unknown total is reported as `done`."""
         if progress is not None:
             progress(f"{samples} of {name} scored", done, total or done)
 

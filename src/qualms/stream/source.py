@@ -88,7 +88,8 @@ class Source:
             shard: the number of images in a shard; no batch reaches from one shard into the next.
         """
         first = start
-        sizes = cycle(batch_sizes(shard, BATCH))  # each shard has the same sizes of batches
+        # Each shard has the same sizes of batches.
+        sizes = cycle(batch_sizes(shard, BATCH))
         with closing(_read_ahead(self.readers(start, sizes))) as batches:
             for batch in batches:
                 yield replace(batch, first=first)
@@ -110,7 +111,7 @@ class Source:
 
 
 def batches_in_memory(images: Images) -> Iterator[ImageBatch]:
-    """Yield images that are in memory already, as the batches of a source."""
+    """Yield images that are in memory already, in batches of the same sizes as a source's."""
     first = 0
     for size in batch_sizes(len(images)):
         part = images.take(slice(first, first + size))
@@ -181,7 +182,12 @@ class _FileReader:
     strict: bool
 
     def readers(self, files: Iterable[File], sizes: Sizes) -> Iterator[Reader]:
-        """Yield a reader for each batch of consecutive files."""
+        """Yield a reader for each batch of consecutive files.
+
+        Args:
+            files: the files of the source, from the first one that is read.
+            sizes: yields the number of files in each batch, without end.
+        """
         remaining = iter(files)
         while batch := tuple(islice(remaining, next(sizes))):
             yield partial(self.read, batch)
@@ -200,9 +206,11 @@ def _parquet_source(files: list[Path], reader: _FileReader) -> Source:
     rows = list(map(sum, groups))
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
+        """Read the rows from `start` on, in batches of these sizes."""
         return reader.readers(_parquet_rows_from(files, rows, start), sizes)
 
     def splits() -> list[Split]:
+        """Return a split for each group of rows; a worker lists its rows later."""
         return list(_row_group_splits(_absolute(files), groups))
 
     return Source(
@@ -216,15 +224,27 @@ def _parquet_source(files: list[Path], reader: _FileReader) -> Source:
 
 
 def _parquet_rows_from(paths: list[Path], rows: Sequence[int], start: int) -> Iterator[File]:
-    """Yield the images of .parquet files from a position on."""
+    """Yield the images of .parquet files from a position on.
+
+    Args:
+        paths: the files.
+        rows: the number of rows in each file.
+        start: the position of the first image, counted over all files.
+    """
     for (path, prefix), count in zip(_id_prefixes(paths).items(), rows, strict=True):
         if start < count:
             yield from _parquet_rows(path, prefix, max(0, start), count)
+        # Counted from the first row of the next file; below 0 once a file has been read.
         start -= count
 
 
 def _row_group_splits(paths: list[Path], groups: Iterable[list[int]]) -> Iterator[Split]:
-    """Yield a split for each group of rows of .parquet files; `groups` has their lengths."""
+    """Yield a split for each group of rows of .parquet files.
+
+    Args:
+        paths: the files.
+        groups: for each file, the number of rows in each of its groups.
+    """
     for (path, prefix), counts in zip(_id_prefixes(paths).items(), groups, strict=True):
         for end, count in zip(accumulate(counts), counts, strict=True):
             yield partial(_parquet_rows, path, prefix, end - count, end)
@@ -255,11 +275,13 @@ def _tar_source(files: list[Path], reader: _FileReader) -> Source:
     """
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
+        """Read the images from `start` on, in batches of these sizes."""
         # Images before `start` are skipped, not decoded.
         remaining = islice(_tar_members(files), start, None)
         return reader.readers(remaining, sizes)
 
     def splits() -> list[Split]:
+        """Return a split for each file."""
         prefixes = _id_prefixes(_absolute(files))
         return [partial(tar_files, path, prefix) for path, prefix in prefixes.items()]
 
@@ -286,9 +308,11 @@ def _folder_source(listing: Listing, reader: _FileReader) -> Source:
         raise QualmsError(f"{folder} holds no images; check that it is the one you meant.")
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
+        """Read the files from `start` on, in batches of these sizes."""
         return reader.readers(listing.to_read(start), sizes)
 
     def splits() -> list[Split]:
+        """Return splits of `SPLIT_FILES` files, with absolute paths for other processes."""
         parts: list[Split] = []
         for start in range(0, len(files), SPLIT_FILES):
             split_files = _absolute(files[start : start + SPLIT_FILES])
@@ -309,7 +333,7 @@ def _folder_source(listing: Listing, reader: _FileReader) -> Source:
 
 
 def _files_of_split(listing: Listing) -> Iterator[File]:
-    """List the files of one split of a folder, on a machine that may not have the folder."""
+    """List the files of one split of a folder; raise an error if this machine lacks the folder."""
     if not listing.path.is_dir():
         raise QualmsError(
             f"{listing.path} does not exist on {platform.node()}; every machine must find the "
@@ -328,6 +352,7 @@ def _npz_source(data: str, path: Path, transform: ImageTransform | None) -> Sour
     """
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
+        """Read the images from `start` on; each part is in memory before its reader is yielded."""
         for pixels in npz_parts(path, "test", start, sizes):
             yield partial(
                 _transformed_batch, Images(data, torch.from_numpy(pixels), None), transform
@@ -352,6 +377,7 @@ def _memory_source(data: str, images: Images) -> Source:
     """Build a Source over images that are in memory: a dataset, or a single image."""
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
+        """Yield readers that return the images from `start` on, in batches of these sizes."""
         while start < len(images):
             part = images.take(slice(start, start + next(sizes)))
             start += len(part)
@@ -367,7 +393,10 @@ def _memory_source(data: str, images: Images) -> Source:
 
 
 def _read_ahead(readers: Iterable[Reader]) -> Generator[ImageBatch]:
-    """Yield the batches in order; while the caller works on a batch, threads read the next ones."""
+    """Yield the batches in order; while the caller works on a batch, threads read the next ones.
+
+    At most `THREADS` batches are read ahead, which bounds memory.
+    """
     with ThreadPoolExecutor(THREADS) as pool:
         running: deque[Future[ImageBatch]] = deque()
         for reader in readers:
@@ -379,7 +408,10 @@ def _read_ahead(readers: Iterable[Reader]) -> Generator[ImageBatch]:
 
 
 def _id_prefixes(paths: list[Path]) -> dict[Path, str]:
-    """Return an id prefix per file, so that ids from different files do not collide."""
+    """Return an id prefix per file, so that ids from different files do not collide.
+
+    The prefix of a single file is empty.
+    """
     if len(paths) == 1:
         return {paths[0]: ""}
     return {path: f"{name} " for path, name in _relative_names(paths).items()}
@@ -403,6 +435,7 @@ def _fingerprint(files: list[Path], folder: Path | None = None) -> str:
         try:
             status = file.stat()
             digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-        except OSError:  # a dangling symlink, which is an image that cannot be read
+        # A dangling symlink, which is an image that cannot be read.
+        except OSError:
             digest.update(f"{name}\0\n".encode())
     return digest.hexdigest()[:16]

@@ -17,9 +17,10 @@ LAST_LAYER = 50.0
 
 
 def components(dataset: str, smooth: Smoothing | None = None) -> dict[str, Method]:
-    """Return each gradient score plain, with weighted layers, and with smoothing as well.
+    """Return UNGrad, ExGrad and REGrad: plain, with weighted layers, and with smoothing as well.
 
-    These are the rows of tables 4 and 6 of the paper.
+    The names are such as `ExGrad`, `ExGrad+layers` and `ExGrad+layers+smooth`, but `REGrad*` for
+    REGrad with both. These are the rows of tables 4 and 6 of the paper.
 
     Args:
         dataset: The name of the dataset, which decides λ as in the paper.
@@ -36,9 +37,10 @@ def components(dataset: str, smooth: Smoothing | None = None) -> dict[str, Metho
 
 
 def lambda_sweep(lambdas: tuple[float, ...] = LAMBDAS) -> dict[str, Method]:
-    """Return REGrad+layers(λ) for several λ.
+    """Return REGrad+layers(λ) for several λ, by names such as `λ = 0.3`.
 
-    The paper's limit λ → 0 is the plain norm. Ours at λ = 0 is the sum of the layers' norms.
+    The row `λ → 0` is REGrad without `layers`, as in the paper: the norm over all layers together.
+    The row `λ = 0` is the sum of the layers' norms instead.
     """
     rows: dict[str, Method] = {"λ → 0": REGrad()}
     for lam in lambdas:
@@ -50,7 +52,7 @@ def lambda_sweep(lambdas: tuple[float, ...] = LAMBDAS) -> dict[str, Method]:
 def sigma_sweep(
     dataset: str, sigmas: tuple[float, ...] = SIGMAS, smooth: Smoothing | None = None
 ) -> dict[str, Method]:
-    """Return REGrad+layers+smooth(σ) for several σ.
+    """Return REGrad+layers+smooth(σ) for several σ, by names such as `σ = 0.02`.
 
     Args:
         dataset: The name of the dataset, which decides λ as in the paper. For SVHN λ is 0.3, as in

@@ -28,7 +28,8 @@ from qualms.tasks.rows import CycleKey, CycleRow, PickKey, PickRow
 from qualms.training import Recipe, fit
 
 BLOCK = 10_000  # images to start from, and as many for validation
-START, PICK = range(2)  # seeds differ by purpose, so that random numbers do not coincide
+# Seeds differ by purpose, so that random numbers do not coincide.
+START, PICK = range(2)
 RANDOM = "Random"
 # The paper learns all its datasets with one small network.
 NETWORKS = {"mnist": "mnist-cnn", "fashion-mnist": "mnist-cnn", "digits": "digits-cnn"}
@@ -61,7 +62,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Parts:
-    """Positions among the training images.
+    """How the training images are split, as positions of images in the training set.
 
     Args:
         start: The positions of the images to start with.
@@ -114,6 +115,7 @@ def active(
     done = 0
     for name, method in methods.items():
         for row in _cycle_rows(trainer, name, method, test, journal):
+            # Every method yields the shared start; keep the first.
             if row["cycle"] or done == 0:
                 yield row
             done += 1
@@ -169,7 +171,7 @@ def _measure_cycle(trainer: "_Trainer", key: CycleKey, chosen: list[int], test: 
     Args:
         trainer: Trains the network.
         key: Identifies the row.
-        chosen: The images picked so far.
+        chosen: The positions of the images picked so far in the training set.
         test: The images that the network is judged on.
     """
     start = time.perf_counter()
@@ -186,19 +188,23 @@ def _measure_cycle(trainer: "_Trainer", key: CycleKey, chosen: list[int], test: 
 
 
 def _pick(trainer: "_Trainer", key: PickKey, chosen: list[int], method: Method | None) -> PickRow:
-    """Pick the images that get a label next.
+    """Pick the images that get a label next, as a row.
 
     Args:
-        trainer: Trains the network that scores them.
+        trainer: Trains the network that scores the images of the pool.
         key: Identifies the row.
-        chosen: The images picked so far.
+        chosen: The positions of the images picked so far in the training set.
         method: Scores the images; None picks at random.
     """
     return PickRow(**key, chosen=trainer.pick(chosen, method))
 
 
 class _Trainer:
-    """Trains a network on the images picked so far, and picks the next ones."""
+    """Trains a network on the images picked so far, and picks the next ones.
+
+    Attributes:
+        weights: A digest of the fresh weights, with the normalization: rows have it as `from`.
+    """
 
     def __init__(
         self,
@@ -225,7 +231,7 @@ class _Trainer:
         self._networks: dict[tuple[int, ...], Network] = {}
 
     def train(self, chosen: list[int]) -> Network:
-        """Train the network on the start and on these images of the pool.
+        """Train the network on the start and on the images at these positions of the training set.
 
         The network of the start, which all methods share, and the latest network are cached.
         """
@@ -250,7 +256,7 @@ class _Trainer:
         """Pick the images of the pool that get a label next; return positions in the training set.
 
         Args:
-            chosen: The images picked so far.
+            chosen: The positions of the images picked so far.
             method: Scores the images; None picks at random.
         """
         pool, count = self.parts.pool, self.plan.more
@@ -278,13 +284,13 @@ class _Trainer:
         return left[picked].tolist()
 
     def _build(self) -> nn.Module:
-        """Build the network with the weights that every training starts from."""
+        """Build the network with the weights that every training starts from, decided by the seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return self.build()
 
     def _take_labeled(self, chosen: list[int]) -> Images:
-        """Return the images of the start, and those picked so far."""
+        """Return the images of the start, then those at the positions `chosen`, with labels."""
         return self.images.take(torch.cat([self.parts.start, torch.tensor(chosen).long()]))
 
 
@@ -310,6 +316,7 @@ def split(train: Images, plan: Plan, seed: int) -> Parts:
             f"a multiple of {classes}."
         )
     order = torch.randperm(block, generator=generator(seed, START))
+    # For each class, the positions of its first images in the random order.
     start = []
     for number in range(classes):
         of_class = order[train.labels[order] == number][:per_class]

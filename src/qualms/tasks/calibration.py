@@ -86,7 +86,13 @@ def calibration(
 
 
 def _row(key: CalibrationKey, uncertainty: np.ndarray, correct: np.ndarray) -> CalibrationRow:
-    """Measure how well one method's scores rank predictions, as a row."""
+    """Measure how well one method's scores [n] rank predictions, as a row.
+
+    Args:
+        key: The keys that identify the row.
+        uncertainty: A score for each prediction, [n].
+        correct: Whether each prediction is right, [n].
+    """
     return CalibrationRow(**key, **_measures(uncertainty, correct))
 
 
@@ -96,6 +102,9 @@ def _measures(uncertainty: np.ndarray, correct: np.ndarray) -> CalibrationMeasur
     Args:
         uncertainty: A score for each prediction, [n].
         correct: Whether each prediction is right, [n].
+
+    Returns:
+        The measures; without rAULC and with the reason, if all predictions are right or all wrong.
     """
     measures: CalibrationMeasures = {
         "accuracy": float(correct.mean()),

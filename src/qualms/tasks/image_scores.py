@@ -90,6 +90,7 @@ def score_images(
     scorers: dict[tuple[str, ...], ImageScorer] = {}
 
     def score(batch: ImageBatch) -> Scored:
+        """Score a batch by the methods that its rows lack; scorers are kept for later batches."""
         names = rows.missing(batch)
         if names not in scorers:
             wanted = {name: methods[name] for name in names}
@@ -106,20 +107,29 @@ def score_images(
 
 
 class _ImageRows(ScoreRows[ImageBatch]):
-    """The rows of one dataset's scores in a journal, a row for each batch of images."""
+    """The rows of one dataset's scores in a journal: a sink to which each batch adds a row."""
 
     def __init__(
         self, journal: Journal, about: Mapping[str, Any], exactly: Mapping[str, str]
     ) -> None:
+        """Begin with no batches.
+
+        Args:
+            journal: Keeps the rows.
+            about: The keys that all rows share: dataset, seed, engine and draws.
+            exactly: All parameters of each method, by name (see `parameters`).
+        """
         super().__init__(journal, about, exactly)
         # Class probabilities of the batches scored in this run, by the position of the first image.
         self.probs: dict[int, Tensor] = {}
 
     def key(self, batch: ImageBatch) -> Mapping[str, Any]:
+        """Return the keys that identify a batch's rows: position and fingerprint of its images."""
         images = batch.images.fingerprint()
         return {"row": "scores", **self.about, "first": batch.first, "images": images}
 
     def measures(self, batch: ImageBatch, scored: Scored) -> dict[str, Any]:
+        """Return the scores by method, as lists; keep the class probabilities for `collect`."""
         self.probs[batch.first] = scored.probs.cpu()
         return {"scores": {name: values.tolist() for name, values in scored.scores.items()}}
 
@@ -146,7 +156,7 @@ class _ImageRows(ScoreRows[ImageBatch]):
 
 
 def engine_label(engine: Engine | Sketch, tolerance: float | None) -> str:
-    """Return the engine's name in rows, with the tolerance, as it changes the scores, too."""
+    """Return the engine's name in rows, with a tolerance above 0, since that changes the scores."""
     return f"{engine}, tolerance {tolerance:g}" if tolerance else str(engine)
 
 
@@ -197,12 +207,13 @@ def select_usable(
         train: images that methods learn from; None if there are none.
 
     Returns:
-        The methods that work, and a row with the reason for each other one.
+        The methods that work, by name, and a row with the reason for each method that does not.
     """
     x = network.inputs(images.take(slice(0, 2)))
     few_train_images = None if train is None else train.take(slice(0, 2 * FORWARD_BATCH))
 
     def try_method(name: str, method: Method) -> None:
+        """Score two images by a method; raises a QualmsError if the method cannot be used."""
         make_scorer(network, {name: method.quick()}, few_train_images)(x)
 
     return keep_usable(methods, try_method)

@@ -57,7 +57,11 @@ ROW_TYPES: dict[str, Any] = {
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """The rows of one run, in memory and, with a path, on disk."""
+    """The rows of one run, in memory and, with a path, in a file of JSON lines.
+
+    On disk, the first line describes the run, and every other line is a row. A row is a dict of
+    numbers and names, such as `OodRow`; its key `row` tells its kind.
+    """
 
     def __init__(
         self,
@@ -72,9 +76,9 @@ class Journal(AbstractContextManager["Journal"]):
             path: The file; None keeps the rows in memory only.
             about: What decides the values of the rows, such as the network and the seed. An
                 existing file must have the same.
-            advice: What errors advise about a file that cannot be continued.
-            replace: Whether to start such a file anew instead, provided that it holds rows of a
-                run.
+            advice: What to do about the file of another run: a clause that ends the error.
+            replace: Whether to empty a file that cannot be continued and to start again, provided
+                that it begins as a file of rows does. Other files are never emptied.
         """
         self._rows: list[Row] = []
         self._file: IO[bytes] | None = None
@@ -83,11 +87,18 @@ class Journal(AbstractContextManager["Journal"]):
         self._path = Path(path)
         with ExitStack() as on_failure:
             self._file = on_failure.enter_context(lock_file(self._path))
+            # Through JSON, so that it compares equal to the line that is read back.
             self._begin(json.loads(json.dumps({"row": "run", **about})), advice, replace)
             on_failure.pop_all()  # the file stays open
 
     def _begin(self, about: dict[str, Any], advice: str, replace: bool) -> None:
-        """Read the rows of an earlier run, or write the first line."""
+        """Continue the open file; with `replace`, empty it and start again if that fails.
+
+        Args:
+            about: The first line of this run.
+            advice: What to do about the file of another run: a clause that ends the error.
+            replace: Whether a file of rows that cannot be continued may be emptied.
+        """
         assert self._file is not None
         try:
             self._continue(about, advice)
@@ -100,7 +111,12 @@ class Journal(AbstractContextManager["Journal"]):
             self._write(about)
 
     def _continue(self, about: dict[str, Any], advice: str) -> None:
-        """Read the rows of the open file, which must be empty or hold a run of the same kind."""
+        """Read the rows of the open file, or write its first line if it is empty.
+
+        Args:
+            about: The first line of this run; an error is raised if the file has another one.
+            advice: What to do then: a clause that ends the error.
+        """
         assert self._file is not None
         first, *self._rows = _read_and_repair(self._file, self._path) or [{}]
         if not first:
@@ -110,7 +126,7 @@ class Journal(AbstractContextManager["Journal"]):
             raise QualmsError(f"{self._path} holds a run with {difference}; {advice}.")
 
     def add(self, row: Kind) -> Kind:
-        """Keep a row, which is on disk when this returns; return the row."""
+        """Append a row, and return it; with a path, it is on disk when this returns."""
         if self._file is not None:
             self._write(row)
         self._rows.append(row)
@@ -131,19 +147,22 @@ class Journal(AbstractContextManager["Journal"]):
         return matches[0] if matches else self.add(measure())
 
     def __iter__(self) -> Iterator[Row]:
+        """Iterate over all rows, without the first line of the file."""
         return iter(self._rows)
 
     def __exit__(self, *_: object) -> None:
+        """Close the file, which unlocks it."""
         if self._file is not None:
             self._file.close()
 
     def _write(self, row: Mapping[str, Any]) -> None:
+        """Append a line to the file, which is open, and wait until it is on disk."""
         assert self._file is not None
         append_lines(self._file, self._path, json.dumps(row, allow_nan=False).encode() + b"\n")
 
 
 def read(path: str | Path) -> list[Any]:
-    """Read the rows that any run has left, the first of which describes the run."""
+    """Read a file of rows, of any run; the first item is the line that describes the run."""
     try:
         with open(path, "rb") as file:
             return _parse_rows(file.read(), Path(path), whole=True)
@@ -154,12 +173,17 @@ def read(path: str | Path) -> list[Any]:
 
 
 def _read_and_repair(file: IO[bytes], path: Path) -> list[Any]:
-    """Read the rows of an open file, and remove a last line that was cut short."""
+    """Read all lines of an open file, and cut off a last line without its line break.
+
+    Returns:
+        The line that describes the run, then the rows; empty if the file is empty.
+    """
     file.seek(0)
     content = file.read()
     rows = _parse_rows(content, path, whole=False)
     whole = content.rfind(b"\n") + 1
-    if whole < len(content):  # only now, since a file of another kind raises an error above
+    # Only now, since a file of another kind raises an error above.
+    if whole < len(content):
         file.truncate(whole)
     return rows
 
@@ -182,7 +206,10 @@ def _parse_rows(content: bytes, path: Path, whole: bool) -> list[Any]:
     Args:
         content: The bytes of the file.
         path: The path of the file, for errors.
-        whole: Whether every row must have all keys of its kind.
+        whole: Whether every row must have all keys of its kind, as in `require_row`.
+
+    Returns:
+        The line that describes the run, then the rows.
     """
     rows: list[Any] = []
     lines = content[: content.rfind(b"\n") + 1].splitlines()
@@ -228,11 +255,16 @@ def require_row(row: Any, whole: bool) -> None:
 
 @cache
 def _type_hints(row_type: Any) -> dict[str, Any]:
+    """Return the types of a row's keys; cached, as resolving the annotations is slow."""
     return get_type_hints(row_type)
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON has the type of a hint; all kinds of hints in rows are handled."""
+    """Whether a value from JSON has the type that an annotation of a row's key names.
+
+    Only the annotations that occur in `ROW_TYPES` are handled; integers count as floats, and floats
+    must be finite.
+    """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return value in arguments

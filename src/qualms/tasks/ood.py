@@ -109,7 +109,13 @@ def resize_like(network: Network, inside: Images, other: Images) -> Images:
 
 
 def _row(key: OodKey, inside: np.ndarray, outside: np.ndarray) -> OodRow:
-    """Measure how well one method's scores tell two datasets apart, as a row."""
+    """Measure how well one method's scores tell two datasets apart, as a row.
+
+    Args:
+        key: The keys that identify the row.
+        inside: A score for each image of the dataset that the network knows, [n].
+        outside: A score for each image of the other dataset, [m].
+    """
     return OodRow(**key, **_measures(inside, outside))
 
 
@@ -119,6 +125,9 @@ def _measures(inside: np.ndarray, outside: np.ndarray) -> OodMeasures:
     Args:
         inside: A score for each image of the dataset that the network knows, [n].
         outside: A score for each image of the other dataset, the positive class, [m].
+
+    Returns:
+        AUROC with its 95 % interval, AUPR with either dataset as the positive class, and FPR95.
     """
     low, high = interval(auroc, inside, outside)
     return {

@@ -13,7 +13,8 @@ from qualms.methods.registry import parse
 from qualms.methods.training_heads import Laplace
 
 LAMBDA = {"mnist": 0.3, "cifar10": 0.2, "svhn": 0.2, "cifar100": 0.4}
-DRAWS = 100  # random draws of inputs or weights, for the scores that perturb them
+# Random draws of inputs or weights, for the scores that perturb them.
+DRAWS = 100
 SIGMA = 0.02  # noise level of smoothing, for pixels in [0, 1]
 
 
@@ -83,7 +84,9 @@ def paper_methods(
 def comparison_methods(dataset: str) -> dict[str, Method]:
     """Return the methods of tables 1 and 2 that are not in the paper, by spec.
 
-    CIFAR-100 is without `quam`, which would search a hundred heads for each input, for hours.
+    Args:
+        dataset: The name of the dataset. CIFAR-100 is without `quam`, which would search a hundred
+            heads for each input, for hours.
     """
     methods: dict[str, Method] = {}
     for name in COMPARISON_SPECS:
@@ -93,7 +96,10 @@ def comparison_methods(dataset: str) -> dict[str, Method]:
 
 
 def paper_row(method: Method) -> str:
-    """Return a method's name in the paper's tables; its name in qualms if the paper lacks it."""
+    """Return a method's name in the paper's tables; its name in qualms if the paper lacks it.
+
+    A method other than REGrad that has weighted layers or smoothing ends in `, modified`.
+    """
     if isinstance(method, REGrad):
         if method.layers is not None:
             return "REGrad*" if method.smooth else "REGrad+layers"
@@ -115,7 +121,7 @@ def _parse_table(text: str) -> dict[str, dict[str, Any]]:
             numbers such as `97.80/97.54`.
 
     Returns:
-        By column and row, the number, or the pair as a tuple.
+        A dict of columns, each a dict of rows: the number, or the pair as a tuple.
     """
     rows: list[list[str]] = []
     for line in text.strip().splitlines():

@@ -76,7 +76,7 @@ class Workspace:
 
 
 def table1(preset: Preset, workspace: Workspace) -> Iterator[Row]:
-    """Measure out-of-distribution detection by all methods."""
+    """Measure out-of-distribution detection by all methods, on each dataset of the preset."""
     for dataset, setup in preset.setups.items():
         yield from _ood_rows(
             workspace, dataset, setup, PAIRS[dataset], table_methods(dataset, preset)
@@ -84,14 +84,14 @@ def table1(preset: Preset, workspace: Workspace) -> Iterator[Row]:
 
 
 def table2(preset: Preset, workspace: Workspace) -> Iterator[Row]:
-    """Measure the calibration of all methods."""
+    """Measure how well the scores of all methods rank predictions, on each dataset of the preset."""
     for dataset, setup in preset.setups.items():
         methods = table_methods(dataset, preset)
         yield from _for_each_seed(workspace, dataset, setup, methods, _measure_calibration)
 
 
 def table3(preset: Preset, workspace: Workspace) -> Iterator[Row]:
-    """Compare methods by active learning."""
+    """Compare how much the images that methods pick improve a network (active learning)."""
     for dataset, learning in preset.active.items():
         missing = _explain_missing(workspace, dataset)
         if missing is not None:
@@ -125,7 +125,7 @@ def table3(preset: Preset, workspace: Workspace) -> Iterator[Row]:
 
 
 def table4(preset: Preset, workspace: Workspace) -> Iterator[Row]:
-    """Measure what each part of REGrad* adds."""
+    """Measure what each part of REGrad* adds to out-of-distribution detection."""
     for dataset, setup in preset.setups.items():
         methods = _select_methods(components(dataset, preset.smooth), TABLE4_METHODS)
         yield from _ood_rows(workspace, dataset, setup, (TABLE4_OUTSIDE[dataset],), methods)
@@ -189,20 +189,20 @@ def table_methods(dataset: str, preset: Preset) -> dict[str, Method]:
 
 
 def _select_methods(methods: Methods, names: Collection[str]) -> dict[str, Method]:
-    """Select methods by name, in the order of the methods."""
+    """Return the methods with these names, in the order of `methods`."""
     return {name: method for name, method in methods.items() if name in names}
 
 
 def active_methods(dataset: str, learning: Learning, preset: Preset) -> dict[str, Method | None]:
-    """Return the methods that pick images in active learning.
+    """Return the methods that pick images in active learning, `Random` among them.
 
     NEGrad is left out: it gives every image the score zero, so it would pick images in the
     order of the file.
 
     Args:
         dataset: the name of the dataset, which decides λ.
-        learning: the settings that name the methods and the smoothing.
-        preset: the preset, which has the number of random draws.
+        learning: the settings: the names of the methods, and the smoothing of REGrad*.
+        preset: the preset; only its number of random draws is used.
 
     Returns:
         The methods by name; None picks at random.
@@ -222,7 +222,7 @@ class _Evaluation:
         images: test images of the dataset that the network knows.
         methods: the methods that the network supports, by name.
         journal: saves the network's rows.
-        settings: seed, engine, training images and progress, as tasks take them.
+        settings: keyword arguments of a task: `seed`, `engine`, `train` and `progress`.
     """
 
     network: Network
@@ -233,7 +233,7 @@ class _Evaluation:
 
 
 def _measure_calibration(evaluation: _Evaluation) -> Iterator[Row]:
-    """Yield a row of calibration for each method."""
+    """Yield a row of calibration for each method: a `measure` of `_for_each_seed`."""
     yield from calibration(
         evaluation.network,
         evaluation.images,
@@ -257,6 +257,7 @@ def _ood_rows(
     """
 
     def measure(evaluation: _Evaluation) -> Iterator[Row]:
+        """Yield the rows of one network: detection, and why a dataset cannot be read."""
         others: list[Images] = []
         for name in outside:
             missing = _explain_missing(workspace, name)
@@ -302,7 +303,7 @@ def _for_each_seed(
     if missing is not None:
         yield missing
         return
-    whole = _load_for_network(workspace, dataset, setup, "test")
+    whole = _load_for_network(workspace, dataset, setup, "test")  # accuracy is of all test images
     train = _load_for_network(workspace, dataset, setup, "train")
     images = whole.subset(setup.images)
     if setup.images is not None:

@@ -118,7 +118,12 @@ _FEW_METHODS = ("Random", "Entropy", "ExGrad", "LA", "REGrad*")
 
 
 def _transformer(epochs: int, augment: bool) -> Recipe:
-    """Return a short recipe for a vision transformer."""
+    """Return the recipe of the vision transformer for few epochs, with a higher learning rate.
+
+    Args:
+        epochs: the number of epochs.
+        augment: whether the training images are augmented.
+    """
     return replace(
         RECIPES["vit"].shortened(epochs), rate=1e-3, batch=128, augment=augment, validate_every=2
     )

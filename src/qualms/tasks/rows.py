@@ -52,7 +52,7 @@ class OodRow(OodKey, OodMeasures):
 
 
 class CalibrationKey(_In):
-    """`calibration`: one method on the dataset `in`; other keys as in `ood`."""
+    """`calibration`: one method on the `n` images of the dataset `in`; other keys as in `ood`."""
 
     row: Literal["calibration"]
     method: str
@@ -89,8 +89,8 @@ class ScoresKey(ScoresAbout):
     """`scores`: some consecutive images of a dataset.
 
     Attributes:
-        first: the position of the first of these in the whole data.
-        images: the fingerprint of the images.
+        first: the position of the first of these images in the dataset.
+        images: the fingerprint of these images.
     """
 
     row: Literal["scores"]
@@ -186,7 +186,7 @@ class PickKey(CycleAbout):
 
 
 class PickRow(PickKey):
-    """Which images get a label next, by their positions among the training images."""
+    """Which images get a label next: `chosen` has their positions among the training images."""
 
     chosen: list[int]
 
@@ -246,7 +246,7 @@ class TokensKey(TokensAbout):
     """`tokens`: some consecutive windows of a text.
 
     Attributes:
-        first: the position of the first of these in the whole data.
+        first: the position of the first of these windows in the text.
         texts: the fingerprint of the windows.
     """
 
@@ -336,7 +336,7 @@ class PartKey(TypedDict):
 
     Attributes:
         of: `images` for the images to score, `reference` for a threshold's reference images.
-        first: the position of the first of these in the whole data.
+        first: the position of the first of these images among all of that group.
     """
 
     row: Literal["part"]

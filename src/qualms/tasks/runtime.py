@@ -60,7 +60,7 @@ def runtime(
     x = list(network.inputs(images).split(BATCH))
 
     def warm_up(method: Method) -> Scorer:
-        """Return a scorer that has scored a batch."""
+        """Return a scorer of one method that has scored a batch, so that setup is not timed."""
         scorer = make_scorer(
             network, {"timed": method}, train, seed=seed, engine=engine, tolerance=tolerance
         )
@@ -68,7 +68,7 @@ def runtime(
         return scorer
 
     def measure(key: RuntimeKey, method: Method) -> RuntimeRow:
-        """Time one method, and Entropy before each round."""
+        """Time one method in several rounds, with Entropy timed first in each, as a row."""
         scorer = warm_up(method)
         seconds, ratios = [], []
         for _ in range(rounds):
@@ -99,7 +99,7 @@ def runtime(
 
 
 def _time(scorer: Scorer, batches: list[Tensor]) -> float:
-    """Return the seconds that it takes to score some batches."""
+    """Return the seconds that a scorer of one method, named `timed`, takes for some batches."""
     start = time.perf_counter()
     scorer(batches).scores["timed"].cpu()  # waits for a GPU
     return time.perf_counter() - start

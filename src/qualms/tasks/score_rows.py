@@ -12,7 +12,8 @@ from qualms.stream.sink import BatchT
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import LeftOutRow
 
-Methods = Mapping[str, Method]  # by their names in rows; noise is for pixels in [0, 1]
+# By their names in rows; noise is for pixels in [0, 1].
+Methods = Mapping[str, Method]
 
 
 class ScoreRows(ABC, Generic[BatchT]):
@@ -31,13 +32,15 @@ class ScoreRows(ABC, Generic[BatchT]):
     def __init__(
         self, journal: Journal, about: Mapping[str, Any], exactly: Mapping[str, str]
     ) -> None:
+        """Begin with no rows read; the journal is searched for each batch when it comes."""
         self.journal, self.about, self.exactly = journal, about, exactly
-        self._rows: dict[int, list[Any]] = {}  # by the position of a batch's first sample
+        # By the position of a batch's first sample.
+        self._rows: dict[int, list[Any]] = {}
         self._start = 0.0
 
     @abstractmethod
     def key(self, batch: BatchT) -> Mapping[str, Any]:
-        """Return what identifies the rows of a batch, whatever the method."""
+        """Return the keys that identify a batch's rows: the same for all methods."""
 
     @abstractmethod
     def measures(self, batch: BatchT, scored: Scored) -> dict[str, Any]:
@@ -50,7 +53,10 @@ class ScoreRows(ABC, Generic[BatchT]):
         return self._rows[batch.first]
 
     def scores(self, batch: BatchT) -> dict[str, Any]:
-        """Return the scores that a batch has so far, by method."""
+        """Return the scores that a batch has so far, by method.
+
+        Scores of a method with other parameters than `exactly` says are left out.
+        """
         scores_by_method: dict[str, Any] = {}
         for row in self.rows(batch):
             for name, scores in row["scores"].items():
@@ -64,12 +70,18 @@ class ScoreRows(ABC, Generic[BatchT]):
         return tuple(name for name in self.exactly if name not in scores)
 
     def restore(self, batch: BatchT) -> bool:
-        """Return whether the journal has all methods' scores of a batch; start its timer."""
+        """Whether the journal has the batch's scores by all methods; also starts the timer of `write`."""
         self._start = time.perf_counter()
         return not self.missing(batch)
 
     def write(self, batch: BatchT, scored: Scored | None) -> None:
-        """Add the row of a batch, with the seconds since `restore` was called for it."""
+        """Add a row with the new scores of a batch, and the seconds since its `restore`.
+
+        Args:
+            batch: The batch.
+            scored: Its scores by the methods that were missing; never None, since every sample of
+                these batches can be read.
+        """
         assert scored is not None
         measures = self.measures(batch, scored)
         row: Any = {
@@ -92,7 +104,7 @@ def keep_usable(
             the method cannot be used.
 
     Returns:
-        The methods that work, and a row with the reason for each other one.
+        The methods that work, by name, and a row with the reason for each method that does not.
 
     Raises:
         QualmsError: if no method can be used.

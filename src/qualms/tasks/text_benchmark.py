@@ -19,10 +19,14 @@ from qualms.tasks.score_rows import Methods
 from qualms.tasks.token_scores import ScoredWindows, score_windows
 from qualms.tasks.windows import Windows
 
-SPANS = (1, 8, 32)  # tokens whose scores are averaged; whole windows too
-RESAMPLES = 200  # bootstrap resamples of rAULC and PRR, which rank all tokens in each resample
-SURPRISE = "surprise"  # -log p of the token just read, without any method
-PERPLEXITY = "perplexity"  # the mean surprise over the window up to the token
+# Tokens whose scores are averaged; whole windows too.
+SPANS = (1, 8, 32)
+# Bootstrap resamples of rAULC and PRR, which rank all tokens in each resample.
+RESAMPLES = 200
+# -log p of the token just read, without any method.
+SURPRISE = "surprise"
+# The mean surprise over the window up to the token.
+PERPLEXITY = "perplexity"
 
 
 def text(
@@ -105,8 +109,11 @@ def _text_rows(
         outside: the other text.
         other: the scores of `outside`.
         about: the keys that all rows share.
-        exactly: all parameters of each method, by name.
+        exactly: the `repr` of each method, with all its parameters, by name.
         journal: saves the rows; rows that it has are not computed again.
+
+    Yields:
+        A row for each method and length of spans, baselines included.
     """
     scores_outside = add_baselines(other)
     for name, scores_inside in add_baselines(known).items():
@@ -152,7 +159,7 @@ def _next_token_rows(
         inside: the text that the model knows.
         known: the scores of `inside`.
         about: the keys that all rows share.
-        exactly: all parameters of each method, by name.
+        exactly: the `repr` of each method, with all its parameters, by name.
         journal: saves the rows; rows that it has are not computed again.
 
     Yields:
@@ -182,18 +189,21 @@ def _next_token_row(key: NextTokenKey, scores: Floats, known: ScoredWindows) -> 
 
 
 def span_lengths(length: int) -> list[int]:
-    """Return the lengths of spans to measure in windows of `length` tokens, in ascending order."""
+    """Return the span lengths to measure: those of `SPANS` below a window's length, and that."""
     return [*(span for span in SPANS if span < length), length]
 
 
 def add_baselines(scored: ScoredWindows) -> dict[str, Floats]:
-    """Add the two baselines to the scores of the methods, each [windows, length]."""
+    """Return the scores of all methods and of the two baselines by name, each [windows, length].
+
+    `surprise` is -log p of the token just read; `perplexity` is the mean surprise up to the token.
+    """
     surprise = -scored.log_probs
     return {**scored.scores, SURPRISE: surprise, PERPLEXITY: running_mean(surprise)}
 
 
 def running_mean(scores: Floats) -> Floats:
-    """Average the scores of a window up to each token, [windows, length]."""
+    """Average the scores of each window from its start up to each token, [windows, length]."""
     return scores.cumsum(1) / np.arange(1, scores.shape[1] + 1)
 
 
@@ -218,6 +228,9 @@ def detection_measures(inside: Floats, outside: Floats, span: int) -> OodMeasure
         inside: scores of the text that the model knows, [windows, length].
         outside: scores of the other text, the positive class, [windows, length].
         span: the number of tokens in a span.
+
+    Returns:
+        AUROC with its 95 % interval, AUPR with either text as the positive class, and FPR95.
     """
     a, b = span_means(inside, span), span_means(outside, span)
     low, high = auroc_interval(list(a), list(b))
@@ -238,11 +251,16 @@ def error_measures(scores: Floats, scored: ScoredWindows) -> NextTokenMeasures:
         scores: the scores of the tokens, [windows, length]. The last token of a window is not used,
             as its next token is not known.
         scored: the model's predictions in the same windows.
+
+    Returns:
+        Accuracy, AUROC, rAULC and PRR, the last three with 95 % intervals.
     """
     u, right = scores[:, :-1], scored.right
-    quality = np.exp(scored.log_probs[:, 1:])  # p of the token that does come next
+    # P of the token that does come next.
+    quality = np.exp(scored.log_probs[:, 1:])
     of_right = [window[good] for window, good in zip(u, right, strict=True)]
     of_wrong = [window[~good] for window, good in zip(u, right, strict=True)]
+    # Paired, since right and wrong tokens share windows, which are resampled as a whole.
     low, high = auroc_interval(of_right, of_wrong, paired=True)
     raulc_low, raulc_high = _interval_over_windows(raulc, u, right)
     prr_low, prr_high = _interval_over_windows(prr, u, quality)
@@ -272,6 +290,7 @@ def _interval_over_windows(
     """
 
     def measure_flat(scores: np.ndarray, outcome: np.ndarray) -> float:
+        """Compute the measure of all tokens of the resampled windows."""
         return measure(scores.ravel(), outcome.ravel())
 
     return interval(measure_flat, scores, outcome, paired=True, resamples=RESAMPLES)

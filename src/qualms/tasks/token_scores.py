@@ -26,7 +26,8 @@ from qualms.tasks.score_rows import Methods, ScoreRows, keep_usable
 from qualms.tasks.windows import WindowBatch, Windows, window_batches
 from qualms.version import __version__
 
-DIGITS = 7  # significant digits of a score in a file, which float32 holds
+# Significant digits of a score in a file, which float32 holds.
+DIGITS = 7
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def score_windows(
     scorers: dict[tuple[str, ...], Scorer] = {}
 
     def score(batch: WindowBatch) -> Scored:
+        """Score a batch by the methods that its rows lack; scorers are kept for later batches."""
         names = rows.missing(batch)
         if names not in scorers:
             wanted = {name: methods[name] for name in names}
@@ -88,13 +90,26 @@ def score_windows(
 
 
 class _TokenRows(ScoreRows[WindowBatch]):
-    """The rows of one text's scores in a journal, a row for each batch of windows."""
+    """The rows of one text's scores in a journal: a sink to which each batch of windows adds a row.
+
+    `about` holds the keys that all rows share, `exactly` the `repr` of each method by name.
+    """
 
     def key(self, batch: WindowBatch) -> Mapping[str, Any]:
+        """Return the keys that identify a batch's rows: position and fingerprint of its windows."""
         texts = batch.windows.fingerprint()
         return {"row": "tokens", **self.about, "first": batch.first, "texts": texts}
 
     def measures(self, batch: WindowBatch, scored: Scored) -> dict[str, Any]:
+        """Return scores, log-probabilities and correctness at the judged tokens, as lists.
+
+        Args:
+            batch: The windows; their first `opening` tokens are not judged.
+            scored: What the scorer returns for all tokens of the windows.
+
+        Raises:
+            QualmsError: If a score is not finite.
+        """
         assert scored.target_log_probs is not None
         windows = batch.windows
         start = windows.opening
@@ -107,6 +122,7 @@ class _TokenRows(ScoreRows[WindowBatch]):
         right = scored.prediction.cpu() == next_tokens(windows.ids)
         return {
             "scores": {name: _round(values[:, start:]) for name, values in scored.scores.items()},
+            # The entry before a token is about this token: the targets are the next tokens.
             "log_probs": _round(scored.target_log_probs[:, start - 1 : -1]),
             "right": right[:, start:-1].tolist(),
         }
@@ -120,7 +136,8 @@ class _TokenRows(ScoreRows[WindowBatch]):
             batch_scores = self.scores(batch)
             for name, values in scores.items():
                 values.extend(batch_scores[name])
-            row = self.rows(batch)[0]  # these do not depend on the method
+            # These do not depend on the method.
+            row = self.rows(batch)[0]
             log_probs += row["log_probs"]
             right += row["right"]
         arrays = {name: np.array(values) for name, values in scores.items()}
@@ -138,12 +155,13 @@ def usable_for_tokens(
         methods: the methods by name.
 
     Returns:
-        The methods that can score this model's tokens, and a row with the reason for each other
-        method.
+        The methods that can score this model's tokens, by name, and a row with the reason for each
+        other method.
     """
     few_tokens = {"input_ids": windows.ids[:1, :4]}
 
     def try_method(name: str, method: Method) -> None:
+        """Score four tokens by a method; raises a QualmsError if the method cannot be used."""
         _make_scorer(model, {name: method.quick()}, 0, Sketch(2), "")(few_tokens)
 
     return keep_usable(methods, try_method)

@@ -33,6 +33,7 @@ class Windows:
     opening: int = 1
 
     def __len__(self) -> int:
+        """Return the number of windows."""
         return len(self.ids)
 
     @property
@@ -41,11 +42,11 @@ class Windows:
         return self.ids.shape[1] - self.opening
 
     def take(self, part: slice) -> "Windows":
-        """Select consecutive windows."""
+        """Return the windows at the positions of a slice."""
         return replace(self, ids=self.ids[part])
 
     def subset(self, count: int | None) -> "Windows":
-        """Select `count` windows, spread evenly over the text; None for all."""
+        """Return `count` windows, spread evenly over the text; all of them for None."""
         if count is None or count >= len(self):
             return self
         return replace(self, ids=self.ids[torch.linspace(0, len(self) - 1, count).round().long()])
@@ -81,7 +82,7 @@ class WindowBatch:
 
 
 def window_batches(windows: Windows) -> Iterator[WindowBatch]:
-    """Yield the windows of a text, as the batches of a stream."""
+    """Yield the windows of a text in batches of `SAVED_WINDOWS`, which are saved as they are scored."""
     for first in range(0, len(windows), SAVED_WINDOWS):
         yield WindowBatch(windows.take(slice(first, first + SAVED_WINDOWS)), first)
 
@@ -97,6 +98,9 @@ def cut_windows(
         language: the language model, whose tokenizer encodes the documents and which must be able
             to read a window.
         length: the number of tokens in a window that are judged.
+
+    Raises:
+        QualmsError: if no document has a whole window, or if the model cannot read so many tokens.
     """
     if length < 2:
         raise QualmsError(
@@ -108,6 +112,7 @@ def cut_windows(
         encoded = encode(language, document)
         lead, ids = encoded.ids[: encoded.lead], encoded.ids[encoded.lead :]
         opening = max(encoded.lead, 1)
+        # Without added tokens, the first token of the window is the one that is not judged.
         width = length + opening - encoded.lead
         for start in range(0, len(ids) - width + 1, width):
             rows.append((*lead, *ids[start : start + width]))

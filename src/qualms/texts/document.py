@@ -9,7 +9,9 @@ __all__ = ["Document", "ScoredDocument"]
 
 @dataclass(frozen=True)
 class ScoredDocument:
-    """A text in tokens, with scores. A token's scores are about the model's prediction of the next.
+    """A text in tokens, with scores.
+
+    A token's scores are about what the model predicts after reading it: the next token.
 
     Args:
         document: the text.
@@ -34,5 +36,5 @@ class ScoredDocument:
 
     @property
     def tokens(self) -> list[str]:
-        """The text of each token."""
+        """The text of each token; empty for a token that is not in the text."""
         return [self.document.text[start:end] for start, end in self.offsets]

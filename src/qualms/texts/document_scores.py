@@ -53,7 +53,7 @@ def score_documents(
         context: how many tokens are read at once; by default as many as the model can read, at
             most 1024.
         batch_size: how many windows are scored in one call.
-        progress: called with the number of tokens that are done.
+        progress: called with ("tokens scored", done, total) after each call of the scorer.
     """
     width = reading_width(language_model, context)
     scorer = Scorer(language_model.model, methods, class_dim=-1, engine=engine, seed=seed)
@@ -78,7 +78,7 @@ def score_documents(
 
 
 def scored_documents(*args: Any, **kwargs: Any) -> Iterator[ScoredDocument]:
-    """Call `score_documents` by its former name."""
+    """Deprecated: use `score_documents`."""
     warn_renamed("scored_documents", "score_documents")
     return score_documents(*args, **kwargs)
 

@@ -9,7 +9,8 @@ from qualms.data.texts import Document
 from qualms.errors import QualmsError
 from qualms.models.language import LanguageModel
 
-MAX_CONTEXT = 1024  # tokens read at once, even if the model could read more: memory grows with them
+# Tokens read at once, even if the model could read more: memory grows with them.
+MAX_CONTEXT = 1024
 MIN_CONTEXT = 4  # tokens in a window
 NO_TEXT = (0, 0)  # the offsets of a token that the tokenizer adds
 
@@ -36,10 +37,12 @@ class Window:
     """The tokens that a model reads at once.
 
     Args:
-        lead: how many tokens at the front of the window were added by the tokenizer.
-        start: the position in the document of the first token after these.
-        scored: the position of the first token that is scored; the tokens before are context.
-        end: the position after the last token.
+        lead: how many of the document's first tokens, which the tokenizer added, are repeated at
+            the front of the window; 0 for the first window, which starts with them anyway.
+        start: the position in the document of the first token after the repeated ones.
+        scored: the position in the document of the first token that is scored; the window's tokens
+            before it are context.
+        end: the position in the document after the window's last token.
     """
 
     lead: int
@@ -62,7 +65,8 @@ def encode(language_model: LanguageModel, document: Document) -> Encoded:
     """Split a document into tokens with the model's tokenizer.
 
     Raises:
-        QualmsError: if the document has no tokens, or if the tokenizer belongs to another model.
+        QualmsError: if the document has no tokens of text, or if the tokenizer belongs to another
+            model.
     """
     # Without verbose=False the tokenizer warns of long texts, which are read in windows.
     encoding = language_model.tokenizer(document.text, return_offsets_mapping=True, verbose=False)
@@ -116,7 +120,7 @@ def windows(tokens: int, lead: int, context: int) -> Iterator[Window]:
         context: the most tokens in a window.
     """
     yield Window(0, 0, 0, min(context, tokens))
-    room = context - lead
+    room = context - lead  # for the tokens that are not repeated
     step = max(room // 2, 1)
     for scored in range(context, tokens, step):
         end = min(scored + step, tokens)
@@ -127,6 +131,9 @@ def decoder(tokenizer: Any) -> Callable[[int], str]:
     """Return a function that decodes one token, with the space in front of it.
 
     Tokenizers drop that space at the start of a text, so the token is decoded after an "a".
+
+    Args:
+        tokenizer: a tokenizer of transformers.
     """
     anchor = tokenizer("a", add_special_tokens=False)["input_ids"]
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
@@ -134,6 +141,7 @@ def decoder(tokenizer: Any) -> Callable[[int], str]:
 
     @cache
     def piece(token: int) -> str:
+        """Return the text that the token adds after an "a"; each token is decoded once."""
         return decode([*anchor, token])[before:]
 
     return piece

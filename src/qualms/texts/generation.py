@@ -29,7 +29,7 @@ def generate(
         new_tokens: the most tokens to write; the model may end the text earlier.
         sample: draw each token by its probability, instead of taking the likeliest one.
         seed: decides the draws.
-        progress: called with the number of documents that are done.
+        progress: called with ("documents written on", done, documents) after each document.
     """
     width = reading_width(language_model)
     if not 0 < new_tokens <= width - 2:
@@ -54,7 +54,7 @@ def _continue(
         language_model: the model and the tokenizer that write.
         document: the beginning.
         new_tokens: the most tokens to write.
-        sample: whether tokens are drawn.
+        sample: whether tokens are drawn by their probability; else the likeliest is taken.
         seed: decides the draws.
     """
     tokenizer = language_model.tokenizer
@@ -64,13 +64,16 @@ def _continue(
     written = _write(language_model, read, new_tokens, sample, seed)
 
     def decode(tokens: list[int]) -> str:
+        """Return the text of tokens, without special ones such as end-of-text."""
         text: str = tokenizer.decode(
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
 
+    # Decoded together, since a token's text can depend on the tokens before it.
     continuation = decode(written)[len(decode(read)) :]
-    return continuation.rstrip("\ufffd")  # the last character may have been cut within its bytes
+    # The last character may have been cut within its bytes.
+    return continuation.rstrip("\ufffd")
 
 
 def _tokens_of_text(text: Encoded) -> list[int]:
@@ -95,7 +98,7 @@ def _write(
         language_model: the model that writes.
         read: the tokens to continue.
         new_tokens: the most tokens to write.
-        sample: whether tokens are drawn.
+        sample: whether tokens are drawn by their probability; else the likeliest is taken.
         seed: decides the draws.
     """
     from transformers import GenerationConfig
@@ -107,6 +110,7 @@ def _write(
         do_sample=sample,
         eos_token_id=language_model.tokenizer.eos_token_id if end is None else end,
         pad_token_id=0,  # one text has no padding
+        # Tokens are drawn from all of the model's probabilities, unchanged.
         **({"top_k": 0, "top_p": 1.0, "temperature": 1.0} if sample else {}),
     )
     ids = torch.tensor([read], device=model.device)

@@ -12,12 +12,12 @@ LENGTH = 8  # tokens
 
 @dataclass(frozen=True)
 class Span:
-    """Neighboring tokens.
+    """Neighboring tokens of a text.
 
     Args:
-        start: the first token.
-        end: the token after the last one.
-        score: the mean of their scores.
+        start: the position of the first token.
+        end: the position after the last token.
+        score: the mean of the tokens' scores.
     """
 
     start: int
@@ -57,6 +57,7 @@ def worst_span_of(document: ScoredDocument, method: str, length: int = LENGTH) -
     """
     values = np.array(document.scores[method], dtype=np.float64)
     for place, (start, end) in enumerate(document.offsets):
+        # A token that the tokenizer adds has no characters.
         if start >= end:
             values[place] = np.nan
     return worst_span(values, length)
@@ -64,5 +65,6 @@ def worst_span_of(document: ScoredDocument, method: str, length: int = LENGTH) -
 
 def _longest_run(has_score: np.ndarray) -> int:
     """Return the length of the longest run of True in an array [n]."""
+    # The positions of False, also before and after the array: a run lies between two of them.
     gaps = np.flatnonzero(~np.concatenate([[False], has_score, [False]]))
     return int(np.diff(gaps).max()) - 1

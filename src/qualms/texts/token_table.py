@@ -32,8 +32,11 @@ class TokenTable:
     written_from: Mapping[str, int] | None = None
 
     def columns(self) -> dict[str, list[Any]]:
-        """Return the table by column: `document`, `position`, `token`, `start`, `end`, `generated`,
-        `score_METHOD` for each method, `log_prob_next`, `likeliest_next` and `likeliest_prob`.
+        """Return the values of each column by its name, one for each token of all documents.
+
+        The columns are `document`, `position`, `token`, `start`, `end`, `generated` (only with
+        `written_from`), `score_METHOD` for each method, `log_prob_next`, `likeliest_next` and
+        `likeliest_prob`.
         """
         table: dict[str, list[Any]] = {}
         for document in self.documents:
@@ -52,7 +55,7 @@ class TokenTable:
         return pyarrow.table(arrays)
 
     def _document_columns(self, document: ScoredDocument) -> dict[str, list[Any]]:
-        """Return the columns of one document."""
+        """Return the values of one document's tokens by column; NaN becomes None."""
         name = document.document.name
         starts = [start for start, _ in document.offsets]
         likeliest = [tokens[0] for tokens in document.alternatives]

@@ -23,11 +23,12 @@ def augment(x: Float[Tensor, "n c h w"], draws: torch.Generator) -> Float[Tensor
     """
     n, _, h, w = x.shape
     angle = (2 * torch.rand(n, generator=draws) - 1) * math.radians(DEGREES)
-    mirror = 1 - 2 * torch.randint(0, 2, (n,), generator=draws).float()
+    mirror = 1 - 2 * torch.randint(0, 2, (n,), generator=draws).float()  # 1 or -1
     pixels = torch.randint(-PADDING, PADDING + 1, (n, 2), generator=draws)
+    # grid_sample counts from -1 to 1 across the image, so a pixel is 2 / w or 2 / h.
     moved = pixels * 2 / torch.tensor([w, h])
     cos, sin = angle.cos(), angle.sin()
-    # The two rows of A for each image: mirrored and rotated, and the move in units of grid_sample.
+    # The two rows of A for each image: mirrored and rotated, and the move.
     rows = torch.stack(
         [mirror * cos, -sin, moved[:, 0], mirror * sin, cos, moved[:, 1]],
         dim=1,

@@ -13,7 +13,8 @@ from qualms.stream.sizes import EVALUATION_BATCH
 from qualms.training.augment import augment
 from qualms.training.recipes import Recipe
 
-SPLIT, ORDER, DRAWS = range(3)  # seeds differ by purpose, so that random numbers do not coincide
+# Seeds differ by purpose, so that random numbers do not coincide.
+SPLIT, ORDER, DRAWS = range(3)
 
 
 class TrainingRun:
@@ -24,6 +25,8 @@ class TrainingRun:
         recipe: the settings of optimizer and schedule.
 
     Attributes:
+        optimizer: updates the model's parameters.
+        schedule: changes the learning rate after each epoch.
         epoch: how many epochs are done.
         history: a row for each finished epoch.
         best_epoch: the epoch of the best weights; 0 before the first validation.
@@ -51,10 +54,11 @@ class TrainingRun:
         Args:
             images: the training images, with labels.
             normalization: the mean and standard deviation that the images are normalized by.
-            seed: decides the images' order and augmentation, together with the epoch's number.
+            seed: decides the images' order, their augmentation and the model's dropout, together
+                with the epoch's number.
 
         Returns:
-            The mean loss.
+            The mean loss of the images.
         """
         assert images.labels is not None
         self.model.train()
@@ -68,7 +72,8 @@ class TrainingRun:
             torch.manual_seed(int(torch.randint(2**62, (), generator=draws)))
             for index in order.split(self.recipe.batch):
                 if len(index) == 1 < len(images):
-                    continue  # batch normalization has no variance to divide by
+                    # One image is left out: batch normalization needs a variance.
+                    continue
                 x = normalization.apply(images.pixels[index])
                 y = images.labels[index]
                 if self.recipe.augment:
@@ -79,7 +84,12 @@ class TrainingRun:
         return total / len(images)
 
     def _step(self, x: Tensor, y: Tensor) -> float:
-        """Take one step of the optimizer; return the mean loss of the batch before the step."""
+        """Take one step of the optimizer; return the mean loss of the batch before the step.
+
+        Args:
+            x: the inputs of the batch, on the model's device.
+            y: the label of each input.
+        """
         loss = F.cross_entropy(_logits(self.model, x), y)
         self.optimizer.zero_grad()
         loss.backward()
@@ -101,7 +111,11 @@ class TrainingRun:
 
 
 def _make_optimizer(model: nn.Module, recipe: Recipe) -> tuple[torch.optim.Optimizer, Any]:
-    """Build Adam with a cosine schedule, or SGD with momentum and drops of the learning rate."""
+    """Build Adam with a cosine schedule, or SGD with momentum and drops of the learning rate.
+
+    Returns:
+        The optimizer, and the schedule, which takes one step an epoch.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     schedulers = torch.optim.lr_scheduler
     optimizer: torch.optim.Optimizer
@@ -138,4 +152,5 @@ def measure_accuracy(model: nn.Module, images: Images, normalization: Normalizat
 
 
 def _logits(model: nn.Module, x: Tensor) -> Tensor:
+    """Compute the logits of a batch, after checking that they are one row for each input."""
     return validate_logits(call_model(model, x), len(x))

@@ -83,6 +83,9 @@ def fit(
         about: more entries to write into the file, such as the network's name.
         progress: called with ("epochs", done, epochs) after each epoch.
 
+    Returns:
+        The losses and accuracies of the epochs, and which epoch's weights the model has now.
+
     Example:
         ```python
         import torch
@@ -108,7 +111,8 @@ def fit(
     if checkpoint is not None:
         resume_run(run, Path(checkpoint), settings)
         if run.epoch < recipe.epochs:
-            require_writable(checkpoint)  # before there is an epoch to lose
+            # Before there is an epoch to lose.
+            require_writable(checkpoint)
     while run.epoch < recipe.epochs:
         loss = run.train_epoch(images, normalization, seed)
         row: dict[str, int | float] = {"epoch": run.epoch, "loss": loss}
@@ -132,6 +136,9 @@ def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:
         images: all images.
         share: the share of the images that is kept for validation.
         seed: decides which images are kept.
+
+    Returns:
+        The images to train on, and those for validation.
     """
     order = torch.randperm(len(images), generator=generator(seed, SPLIT))
     kept = max(1, round(share * len(images)))

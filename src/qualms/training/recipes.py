@@ -43,6 +43,7 @@ class Recipe:
     validate_every: int = 1
 
     def __post_init__(self) -> None:
+        """Raise an error if a number is zero or less, or if `validation` is no share."""
         if self.epochs < 1 or self.batch < 1 or self.rate <= 0 or self.validate_every < 1:
             raise QualmsError(
                 f"a recipe has {self.epochs} epochs, batches of {self.batch} and rate {self.rate}; "

@@ -79,6 +79,7 @@ def resume_run(
             )
 
     def explain(error: Exception) -> QualmsError:
+        """Create the error that the file is damaged, with the reason and advice."""
         return QualmsError(f"{path} is damaged ({reason(error)}); delete it, and train again.")
 
     with explain_failure(explain):
@@ -111,6 +112,7 @@ def trained_with(path: str | Path) -> Normalization | None:
     """
 
     def explain(error: Exception) -> QualmsError:
+        """Create an error, which only leads to the result None."""
         return QualmsError(f"{path} names no normalization ({reason(error)}).")
 
     try:
@@ -122,9 +124,14 @@ def trained_with(path: str | Path) -> Normalization | None:
 
 
 def _read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the entries of a checkpoint file by name, and the settings among them."""
+    """Read a checkpoint that `write_run` wrote, or raise an error if it is another file.
+
+    Returns:
+        All entries by name, and the settings, which are one of the entries.
+    """
 
     def explain(_: Exception) -> QualmsError:
+        """Create the error that the file is of another kind, whatever was raised."""
         return QualmsError(f"{path} is not a checkpoint of this training run; choose another file.")
 
     with explain_failure(explain):
@@ -134,7 +141,11 @@ def _read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _restore(run: TrainingRun, content: dict[str, Any]) -> None:
-    """Restore the state that `write_run` wrote into a run.
+    """Restore the state that `write_run` wrote.
+
+    Args:
+        run: the run that gets the state; it has a model of the same architecture.
+        content: the entries of the checkpoint file by name.
 
     Raises:
         Exception: of any class, before the model is changed, if the content is something else.
@@ -149,6 +160,7 @@ def _restore(run: TrainingRun, content: dict[str, Any]) -> None:
         if type(epoch) is not int or not 0 <= epoch <= run.recipe.epochs:
             raise ValueError(f"its epochs {(run.epoch, run.best_epoch)} are out of range")
     state = {**content["state_dict"]}
+    # Before the first validation, the best accuracy is -1 and there are no best weights.
     is_share = -1 <= run.best_accuracy <= 1
     if not is_share or not _is_state_of(run.model, state or run.model.state_dict()):
         raise ValueError("its weights are not the network's")
@@ -181,7 +193,12 @@ def _is_state_of(model: nn.Module, state: Mapping[str, Any]) -> bool:
 
 
 def _require_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Raise a ValueError unless a saved state has this optimizer's settings and shapes."""
+    """Raise a ValueError unless a saved state has this optimizer's settings and shapes.
+
+    Args:
+        optimizer: the optimizer that is to take the state.
+        state: what the `state_dict` of an earlier optimizer returned.
+    """
     _require_same_types(optimizer.state_dict()["param_groups"], state["param_groups"])
     shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
     for number, values in state["state"].items():
@@ -192,7 +209,14 @@ def _require_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, 
 
 
 def _require_same_types(ours: Any, theirs: Any) -> None:
-    """Raise a ValueError if nested settings differ in type or keys; int and float are one type."""
+    """Raise a ValueError if nested settings differ in type, keys or length.
+
+    The values may differ; int and float count as one type.
+
+    Args:
+        ours: the settings of this run.
+        theirs: the settings in the file.
+    """
     are_numbers = isinstance(ours, (int, float)) and type(theirs) in (int, float)
     if type(ours) is not type(theirs) and not are_numbers:
         raise ValueError(f"it has a {type(theirs).__name__} where a {type(ours).__name__} belongs")

@@ -1,7 +1,7 @@
 """Plain autograd, one sample at a time: exact whatever the model does, and slow.
 
-Each gradient is reduced to its norms before the next one is computed, so that the gradients of all C
-classes never exist at once. The graphs of a sample's rows are kept as far as memory allows; the
+Each gradient is reduced to its norms before the next one is computed, so that the gradients of all
+C classes never exist at once. The graphs of a sample's rows are kept as far as memory allows; the
 others are built again for every direction.
 """
 
@@ -29,12 +29,13 @@ from qualms.gradients.tracing.traced_forward import use_order
 
 # How often a gradient may be computed, where the gradients of all directions do not fit at once.
 MAX_REPEATS = 8
-Gradient = dict[str, Tensor]  # one direction's flat gradient [p] of each parameter, by its name
+# The gradient along one direction: for each parameter's name its entries [p], flattened.
+Gradient = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class AutogradPlan:
-    """The memory of one row, and the order of the parameters.
+    """The memory of one row, and the order in which the model uses its parameters.
 
     Attributes:
         row_bytes: the bytes that autograd saves for one row.
@@ -62,7 +63,12 @@ class AutogradEngine:
         return AutogradPlan(row_bytes, use_order(request.model, first, request.selected))
 
     def run(self, plan: AutogradPlan, request: GradientRequest) -> ClassNorms:
-        """Compute the norms of all samples, one sample at a time."""
+        """Compute the norms, or inner products, of all samples, one sample at a time.
+
+        Args:
+            plan: what `plan` returned for this request.
+            request: what to compute.
+        """
         parts: list[ClassNorms] = []
         for index in slices(request.num_samples, 1):
             sample = request.with_directions_of(index)
@@ -78,7 +84,7 @@ def add_unused_parameters(
     """Add zeros for selected parameters that no sample uses, and sort by the model's order.
 
     Args:
-        norms: the norms of the samples of the request; changed in place.
+        norms: the norms, or inner products, of the request's samples; changed in place.
         request: the request, whose `selected` parameters are wanted.
         order: the order in which the forward pass uses the parameters.
 
@@ -102,9 +108,10 @@ def plain_autograd(
     model_input: ModelInput,
     row_bytes: int,
 ) -> ClassNorms:
-    """Compute the norms of each sample's gradients by plain autograd, one sample at a time.
+    """Compute norms, or inner products, of each sample's gradients, one sample at a time.
 
-    A sample's gradients are averaged over its rows before the norm is taken.
+    This is plain autograd without any tracing. A sample's gradients are averaged over its rows (the
+    sample and its perturbed copies) before the norm is taken.
 
     Args:
         request: the request; its directions are those of the samples in `model_input`, which may
@@ -130,7 +137,7 @@ def plain_autograd(
 
 
 def graph_bytes(request: GradientRequest, row: ModelInput) -> int:
-    """The bytes that autograd saves in a forward pass over one row."""
+    """Measure the bytes that autograd saves in a forward pass over one row, without parameters."""
     constants = {p.untyped_storage().data_ptr() for p in request.model.parameters()}
     with all_parameters_differentiable(request.model), saved_bytes(constants) as total:
         forward_logits(request.model, row)
@@ -138,13 +145,19 @@ def graph_bytes(request: GradientRequest, row: ModelInput) -> int:
 
 
 def _measure(graphs: "SampleGraphs", gradient_bytes: int) -> dict[str, Tensor]:
-    """Norms [1, m], or inner products [1, m, m], of one sample's gradients."""
+    """Compute norms [1, m], or inner products [1, m, m], of one sample's gradients.
+
+    Args:
+        graphs: the rows of the sample, and the request.
+        gradient_bytes: the bytes of all parameters' gradients along one direction.
+    """
     if graphs.request.gram:
         return _inner_products(graphs, _count_held(graphs, gradient_bytes))
     return _norms(graphs)
 
 
 def _norms(graphs: "SampleGraphs") -> dict[str, Float[Tensor, "1 m"]]:
+    """Compute ‖g‖ or Σ|g| of one sample along all m directions, by the parameter's name."""
     kind = graphs.request.kind
     values: dict[str, Tensor] = {}
     for j, (gradient, scale) in enumerate(graphs.gradients()):
@@ -157,6 +170,10 @@ def _norms(graphs: "SampleGraphs") -> dict[str, Float[Tensor, "1 m"]]:
 
 def _count_held(graphs: "SampleGraphs", gradient_bytes: int) -> int:
     """How many of a sample's gradients are held in memory at once for their inner products.
+
+    Args:
+        graphs: the rows of the sample, and the request.
+        gradient_bytes: the bytes of all parameters' gradients along one direction.
 
     Raises:
         QualmsError: if so few fit that a gradient would be computed more than `MAX_REPEATS` times.
@@ -171,14 +188,18 @@ def _inner_products(
     graphs: "SampleGraphs",
     held: int,
 ) -> dict[str, Float[Tensor, "1 m m"]]:
-    """Compute ⟨g_i, g_j⟩ for all directions of one sample, a block of i at a time.
+    """Compute ⟨g_i, g_j⟩ for all pairs of directions of one sample, a block of i at a time.
 
     Each block is multiplied with the gradients j from its start on, which are computed again for
-    every block.
+    every block. Earlier j are known by symmetry.
 
     Args:
         graphs: the rows of the sample.
         held: the number of gradients in a block.
+
+    Returns:
+        The inner products by the parameter's name; a parameter that no gradient depends on is
+        missing.
     """
     number = graphs.directions.number
     values: dict[str, Tensor] = {}
@@ -195,9 +216,10 @@ def _inner_products(
 
 
 class _HeldGradients:
-    """A block of gradients, each divided by its largest entry.
+    """A block of gradients held in memory, whose inner products with others are computed.
 
-    Without the division, products of two gradients may underflow or overflow in float32.
+    Each is divided by its largest entry: without the division, products of two gradients may
+    underflow or overflow in float32.
 
     Args:
         start: the index of the block's first direction.
@@ -206,8 +228,10 @@ class _HeldGradients:
 
     def __init__(self, start: int, size: int) -> None:
         self.start, self.size = start, size
-        self.rows: dict[str, Tensor] = {}  # [size, p]
-        self.units: dict[str, Tensor] = {}  # the largest entries [size]
+        # By the parameter's name: the divided gradients [size, p], and their largest entries [size].
+        self.rows: dict[str, Tensor] = {}
+        self.units: dict[str, Tensor] = {}
+        # What each gradient has to be multiplied by, as in `multiply`.
         self.scales: list[Tensor] = []
 
     def multiply(
@@ -216,12 +240,15 @@ class _HeldGradients:
         gradient: Gradient,
         scale: Float[Tensor, ""],
     ) -> dict[str, Float[Tensor, " n"]]:
-        """Multiply a gradient with those held so far; the gradient is held too if the block has room.
+        """Compute the inner products of a gradient with those held; hold it too if there is room.
+
+        A gradient that is held is among those that it is multiplied with.
 
         Args:
             number: the index of the gradient's direction.
             gradient: the flat gradient [p] of each parameter, by name.
-            scale: the number that the gradient has to be multiplied by.
+            scale: the number that the gradient has to be multiplied by; the caller's cotangents are
+                scaled to a size near 1.
 
         Returns:
             For each parameter the inner products [n] with the n gradients held, in float64.
@@ -248,10 +275,13 @@ class _HeldGradients:
 class SampleGraphs:
     """The rows of one sample, run one at a time; the graphs of the first rows are kept.
 
+    Each row is run twice when this is made: its logits must be the same. `logits` are those of all
+    rows, `directions` the cotangents at these logits.
+
     Args:
         request: the request; its directions are those of this sample.
         rows: the rows of the sample.
-        kept_rows: the number of graphs that fit into memory.
+        kept_rows: the number of graphs that fit into memory; one is always kept.
 
     Raises:
         QualmsError: if a second run of a row gives other logits.
@@ -264,7 +294,8 @@ class SampleGraphs:
         kept_rows: int,
     ) -> None:
         self.request, self.rows = request, rows
-        self._graphs: list[Tensor] = []  # logits that lead back to the parameters
+        # Logits that lead back to the parameters.
+        self._graphs: list[Tensor] = []
         logits: list[Tensor] = []
         for row in range(num_samples(rows.batch)):
             if row < max(1, kept_rows):
@@ -281,7 +312,8 @@ class SampleGraphs:
     def gradients(self, start: int = 0) -> Iterator[tuple[Gradient, Float[Tensor, ""]]]:
         """Yield (g, s) for each direction from index `start` on; the gradient along it is s·g.
 
-        g is summed over the sample's rows; the cotangents are already divided by their number.
+        g is the sum over the sample's rows; s·g is their mean, as cotangents are divided by the
+        number of rows. Rows whose graph was not kept run again for each direction.
         """
         for cotangent, scale in islice(self._cotangents(), start, None):
             total: Gradient = {}
@@ -290,7 +322,7 @@ class SampleGraphs:
             yield total, scale
 
     def _cotangents(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the cotangent [r, c] of each direction, and its scale."""
+        """Yield the cotangent [r, c] of each direction, and the scale that it was divided by."""
         for block, scales in self.directions.blocks():
             yield from zip(block, scales[:, 0], strict=True)
 
@@ -300,7 +332,13 @@ class SampleGraphs:
         row: int,
         cotangent: Float[Tensor, " c"],
     ) -> None:
-        """Add one row's gradient along a cotangent to `total`."""
+        """Add one row's gradient along a cotangent to `total`, which changes in place.
+
+        Args:
+            total: the sum so far; parameters that no row depended on are missing.
+            row: the index of the row.
+            cotangent: the entries of the direction for this row.
+        """
         graph = self._graphs[row] if row < len(self._graphs) else self._graph(row)
         selected = self.request.selected
         gradients = gradients_of(graph, list(selected.values()), cotangent[None])
@@ -310,7 +348,7 @@ class SampleGraphs:
                 total[name] = total[name] + flat if name in total else flat
 
     def _graph(self, row: int) -> Tensor:
-        """The logits [1, c] of a row, with their graph."""
+        """Run one row, and return its logits [1, c] with their graph."""
         with all_parameters_differentiable(self.request.model):
             logits = forward_logits(self.request.model, self.rows.take([row]))
         if not logits.requires_grad:

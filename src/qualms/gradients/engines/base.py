@@ -14,6 +14,7 @@ from qualms.gradients.fallback import Fallback
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
 
+# What an engine's `plan` returns and its `run` takes.
 PlanT = TypeVar("PlanT")
 
 
@@ -43,7 +44,7 @@ class Engine(Protocol[PlanT]):
             request: what to compute.
 
         Returns:
-            The norms, or inner products, of all samples of the request.
+            The norms, or inner products, of the gradients of all samples of the request.
         """
 
 
@@ -51,13 +52,14 @@ class Engine(Protocol[PlanT]):
 class ClassNorms:
     """What an engine returns: a value for each sample, direction and parameter.
 
-    Stored in float64: in float32, ‖g‖ of a confident prediction underflows to 0.
+    A direction v in logit space has the gradient g = Jᵀv, J the Jacobian of the logits. Values are
+    stored in float64: in float32, ‖g‖ of a confident prediction underflows to 0.
 
     Attributes:
         values: by the parameter's name, in order of first use, [b, m]: ‖g‖ (l2) or Σ|g| (l1) for
             each sample and direction; or [b, m, m], the inner products between directions (gram).
-        logits: the logits of the samples, as the engine ran them.
-        without_rule: the parameters without a fast gradient rule.
+        logits: the logits of the samples (not of perturbed copies), as the engine ran them.
+        without_rule: the names of the parameters without a fast gradient rule.
         errors: standard errors, if `values` are estimates; both dicts are then keyed by layer
             instead of parameter.
         left_out: the largest observed share of Σ_l a_l ‖g_l‖ that the early layers left out
@@ -74,7 +76,10 @@ class ClassNorms:
 
     @classmethod
     def concatenate(cls, parts: "list[ClassNorms]") -> "ClassNorms":
-        """Concatenate the results of consecutive parts of the samples."""
+        """Concatenate the results of consecutive parts of the samples.
+
+        `left_out` and `num_left_out` are taken from the last part, which has the newest evidence.
+        """
         last = parts[-1]
         errors = None
         if last.errors is not None:
@@ -95,7 +100,8 @@ def _concatenate(
 ) -> dict[str, Tensor]:
     """Concatenate the tables of consecutive parts of the samples, name by name.
 
-    A name that is missing from a part gets zeros there: its logits do not depend on the parameter.
+    A name that is missing from a part gets zeros there: the logits of that part do not depend on
+    the parameter.
 
     Args:
         tables: for each part, a dict of tensors [b, …] by parameter or layer.
@@ -145,8 +151,9 @@ def run_first(
 
 
 def combine_parameters(values: Iterable[Tensor], kind: str) -> Tensor:
-    """Combine per-parameter values: the root of the sum of squares for `l2`, else the sum.
+    """Combine values of parameters into one of their layer: norms for `l2`, else sums.
 
-    `hypot` avoids underflow of the squares.
+    For `l2` it is the root of the sum of squares, by `hypot`, in which squares do not underflow. L1
+    norms (`l1`) and inner products (`gram`) simply add up.
     """
     return reduce(torch.hypot if kind == "l2" else torch.add, values)

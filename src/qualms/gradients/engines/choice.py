@@ -5,8 +5,8 @@ cheaper of two ways to compute each layer's norms. The exact engine takes one ba
 class. `engine="auto"` means:
 
 - Scores: if exact gradients take at most `MAX_EXACT_PASSES` forward passes a row, all classes are
-  measured. Otherwise as few classes as a standard error of `TOLERANCE` allows (`class_sampling.py`),
-  and for `+layers` scores only the late layers (`layer_cut.py`).
+  measured. Otherwise as few classes as a standard error of `TOLERANCE` allows
+  (`class_sampling.py`), and for `+layers` scores only the late layers (`layer_cut.py`).
 - Norms of every class and layer: above the same limit a sketch, if it takes fewer passes.
 
 Whether a score samples classes is asked in `methods/gradient_score.py`, by `uses_class_sampling`.
@@ -36,11 +36,17 @@ from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Settings, Sketch
 
 log = logging.getLogger("qualms")
-MAX_EXACT_PASSES = 60.0  # the most forward passes that exact gradients of a row may take
-TOLERANCE = 0.03  # the standard error of estimates, as a share of the score
-SKETCH_PASSES = 3.0  # cost of one tangent: a forward pass, and twice as much for the derivative
-FORWARD_PASSES = 2.0  # cost of the traced forward pass and the plain one it is compared with
-AUTOGRAD_PASSES = 2.0  # cost of a backward pass by plain autograd, weight gradients included
+# Costs are in forward passes over one row.
+# The most forward passes that exact gradients of a row may take.
+MAX_EXACT_PASSES = 60.0
+# The standard error of estimates that `auto` allows, as a share of the score.
+TOLERANCE = 0.03
+# Cost of one tangent: a forward pass, and twice as much for the derivative.
+SKETCH_PASSES = 3.0
+# Cost of the traced forward pass and the plain one it is compared with.
+FORWARD_PASSES = 2.0
+# Cost of a backward pass by plain autograd, weight gradients included.
+AUTOGRAD_PASSES = 2.0
 
 
 def engines_for(request: GradientRequest, cache: PlanCache) -> list[Engine[Any]]:
@@ -112,6 +118,9 @@ def resolve_layer_engine(
         settings: the settings as the user gave them.
         model: the model, inside `preserve_state`.
         batch: samples like those to be measured.
+
+    Returns:
+        The settings with an engine other than `auto`.
     """
     if settings.engine != "auto":
         return settings
@@ -140,6 +149,8 @@ def resolve_layer_engine(
 def uses_class_sampling(settings: Settings, classes: int) -> bool:
     """Whether a score that is a sum over classes is estimated from a random subset of the classes.
 
+    True for `MIN_CLASSES` classes or more, the engine `exact`, and a tolerance above 0.
+
     Args:
         settings: the settings that `resolve_engine` returned.
         classes: the number of classes of the model.
@@ -149,7 +160,7 @@ def uses_class_sampling(settings: Settings, classes: int) -> bool:
 
 
 def exact_passes(request: GradientRequest, classes: int, cache: PlanCache) -> float:
-    """The cost of the exact gradients of all classes of one row, in forward passes.
+    """Count the cost of the exact gradients of all classes for one row, in forward passes.
 
     Args:
         request: a request for samples like those to be measured.
@@ -169,15 +180,16 @@ def row_passes(
     cache: PlanCache,
     names: frozenset[str] | None = None,
 ) -> float:
-    """The cost of some gradients of one row by the exact engine, in forward passes.
+    """Count the cost of some gradients of one row by the exact engine, in forward passes.
 
     The plain forward pass that the traced one is compared with is not counted: all scores share it.
+    Where samples cannot be traced, plain autograd is counted instead.
 
     Args:
         request: a request for samples like those to be measured.
         directions: the number of gradients for the row, on average.
         cache: the plans of the model, to which the plan made here is added.
-        names: the parameters whose gradients are wanted; None for all.
+        names: the names of the parameters whose gradients are wanted; None for all.
     """
     plan = ExactEngine(cache).plan(request)
     if isinstance(plan, Fallback):
@@ -187,6 +199,6 @@ def row_passes(
 
 
 def _request(model: nn.Module, batch: Batch, settings: Settings) -> GradientRequest:
-    """A request for the gradients of all classes."""
+    """Make a request for the gradients of all classes of the samples in `batch`."""
     numbers = range(num_samples(batch))
     return GradientRequest(model, batch, numbers, settings, Directions(("classes",)))

@@ -33,7 +33,8 @@ from qualms.gradients.directions import Directions, Logits, of_class, scale_to_u
 from qualms.gradients.precision import at_least_float32
 from qualms.random import generator
 
-STREAM = 1_000_000_009  # separates the start of the walk from other draws
+# Separates the start of the walk from other draws.
+STREAM = 1_000_000_009
 MIN_CLASSES = 25  # a model with fewer classes has all of them measured
 # The usual standard deviation of ‖g_c‖ / ℓ_c among a sample's classes, relative to its mean: for
 # gradients of late layers, or with layer weights; and for gradients of all layers alike.
@@ -41,7 +42,8 @@ LATE_SPREAD = 0.045
 WHOLE_SPREAD = 0.10
 PRIOR_TERMS = 4  # the number of terms that the usual spread counts as
 CLASSIFIER_SHARE = 0.25  # the weight of ‖e_c - p‖² in ℓ_c²
-Sizes = Callable[[Float[Tensor, "b c"]], Float[Tensor, "b c"]]  # from p to s_c
+# Maps the probabilities p of each sample to the sizes s_c of its classes.
+Sizes = Callable[[Float[Tensor, "b c"]], Float[Tensor, "b c"]]
 
 
 # The sizes of classes, and the probabilities with which they are drawn.
@@ -51,7 +53,10 @@ def class_lengths(
     probs: Float[Tensor, "b c"],
     weight: Float[Tensor, "c d"] | None = None,
 ) -> Float[Tensor, "b c"]:
-    """ℓ_c, a guess at ‖g_c‖ up to a factor that all classes share.
+    """Guess ‖g_c‖ of each class, up to a factor that all classes of a sample share: ℓ_c.
+
+    g_c = ∇θ log p_c. With final weights, ℓ_c² = ‖w_c - w̄‖² / (its mean over classes for uniform p)
+    + CLASSIFIER_SHARE · ‖e_c - p‖², with w̄ = Σ_k p_k w_k; without them ℓ_c = ‖e_c - p‖.
 
     Args:
         probs: the probabilities p of the classes.
@@ -72,6 +77,7 @@ def class_lengths(
     distances = norms - 2 * mean @ rows.T + mean.square().sum(-1, keepdim=True)  # ‖w_c - w̄‖²
     distances = distances.scatter(-1, best[:, None], u.square().sum(-1, keepdim=True)).clamp_min(0)
     # The mean of ‖w_c - mean w‖² over the classes, by which distances are divided.
+    # It is the mean of ‖w_c‖² minus ‖mean w‖².
     unit = (norms.mean() - rows.mean(0).square().sum()).clamp_min(torch.finfo(rows.dtype).tiny)
     return ((distances / unit).to(squares) + CLASSIFIER_SHARE * squares).sqrt()
 
@@ -81,10 +87,10 @@ def class_sizes(
     lengths: Float[Tensor, "b c"],
     power: int = 1,
 ) -> Float[Tensor, "b c"]:
-    """s_c = |w_c| ℓ_cⁿ, divided by their sum over the classes.
+    """Compute s_c = |w_c| ℓ_cⁿ, the guessed size of a class's term, scaled so that Σ_c s_c = 1.
 
     Args:
-        weights: w_c, the weight of each class in the score.
+        weights: w_c, the weight of each class in the score Σ_c w_c ‖g_c‖ⁿ.
         lengths: ℓ_c, from `class_lengths`.
         power: n.
     """
@@ -96,11 +102,21 @@ def inclusion_chances(
     sizes: Float[Tensor, "b c"],
     number: int,
 ) -> Float[Tensor, "b c"]:
-    """π_c, which sum to `number`: 1 for the largest classes, else proportional to the size."""
+    """Compute the probability π_c with which each class is drawn; they sum to `number`.
+
+    Largest first, a class is certain (π_c = 1) if its size is at least 1/j of the sizes not yet
+    taken, with j classes still to draw. For the other classes π_c is proportional to the size.
+
+    Args:
+        sizes: the sizes s_c of the classes; the scale does not matter.
+        number: the number of classes to draw for each sample.
+    """
     ordered, order = sizes.sort(dim=-1, descending=True)
-    left = ordered.flip(-1).cumsum(-1).flip(-1)  # the sum of the sizes from each place on
+    # The sum of the sizes from each place on.
+    left = ordered.flip(-1).cumsum(-1).flip(-1)
     to_draw = (number - torch.arange(sizes.shape[-1], device=sizes.device)).clamp_min(0)
     is_large = (ordered * to_draw >= left) & (to_draw > 0)
+    # Ends at the first class that is not large.
     certain = is_large.long().cumprod(-1).bool()
     taken = certain.sum(-1, keepdim=True)
     uncertain_size = torch.where(certain, 0, ordered).sum(-1, keepdim=True)
@@ -144,8 +160,13 @@ def walk(
 class SampledClasses(Directions):
     """Directions e_c - p for random classes c of each sample, drawn by sizes computed from its logits.
 
+    Both draws and probabilities depend on the logits and the seed alone, so that the caller can
+    call `draw` later, with the logits that the engine returns, to learn which classes were
+    measured.
+
     Args:
-        sizes: maps probabilities [b, c] to the sizes s_c.
+        sizes: maps probabilities [b, c] to the sizes s_c, to which the chances of the classes are
+            proportional.
         number: the number of classes drawn for each sample.
         seed: the random seed of the draws.
     """
@@ -155,7 +176,7 @@ class SampledClasses(Directions):
     seed: int
 
     def size(self, classes: int) -> int:
-        """The number of directions."""
+        """The number of directions for each sample; the model's number of classes does not matter."""
         return self.number
 
     def _blocks(
@@ -163,17 +184,24 @@ class SampledClasses(Directions):
         logits: Logits,
         block_bytes: int,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the directions; the classes are drawn by the sample itself, row 0 of its rows."""
+        """Yield the directions as the pairs (v, s) of `Cotangents`, one direction a block.
+
+        The logits of a sample's row 0, the sample without noise, decide which classes are drawn.
+        """
         classes, _ = self.draw(logits[:, 0])
         for column in classes.T:
             yield _block(of_class(logits, column), logits)
 
     def draw(self, logits: Float[Tensor, "b c"]) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
-        """Draw classes for each sample; returns them with the probabilities π_c of drawing them."""
+        """Draw m classes for each sample; the same ones in every call with the same logits.
+
+        Returns:
+            The indices of the classes drawn, and the probabilities π_c of drawing them.
+        """
         return _draw(self.chances(logits), self.number, generator(self.seed, STREAM))
 
     def chances(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """π_c of every class: 1 for the largest classes, else proportional to the size."""
+        """Compute the probability π_c of drawing each class, in float64 (`inclusion_chances`)."""
         return inclusion_chances(self.sizes(logits.detach().double().softmax(-1)), self.number)
 
 
@@ -182,17 +210,17 @@ class ChosenClasses(Directions):
     """Directions e_c - p for classes c that are given, m classes for each sample.
 
     Args:
-        chosen: the indices of the classes.
+        chosen: the indices of the m classes, for each of the b samples of the request.
     """
 
     chosen: Int[Tensor, "b m"]
 
     def size(self, classes: int) -> int:
-        """The number of directions."""
+        """The number of directions m; the model's number of classes does not matter."""
         return self.chosen.shape[1]
 
     def of_samples(self, some: slice) -> "ChosenClasses":
-        """The directions of some of the samples."""
+        """Select the directions of the samples in the slice `some`, as their classes differ."""
         return ChosenClasses(self.names, self.chosen[some])
 
     def _blocks(
@@ -200,6 +228,7 @@ class ChosenClasses(Directions):
         logits: Logits,
         block_bytes: int,
     ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the directions as the pairs (v, s) of `Cotangents`, one direction a block."""
         for column in self.chosen.to(logits.device).T:
             yield _block(of_class(logits, column), logits)
 
@@ -209,7 +238,7 @@ class ContrastedClasses(SampledClasses):
     """Directions e_b - p, e_b, and e_c - e_b for some classes c; b is the likeliest class.
 
     The classes c are first `sample` classes that are the same for all samples, and for all models
-    with as many classes; then the classes drawn for each sample. Inner products along e_c and
+    with as many classes; then `number` classes drawn for each sample. Inner products along e_c and
     e_c - p follow from inner products along these directions, and nothing cancels:
     e_c = e_b + (e_c - e_b), and e_c - p = (e_b - p) + (e_c - e_b).
 
@@ -220,11 +249,14 @@ class ContrastedClasses(SampledClasses):
     sample: int
 
     def size(self, classes: int) -> int:
-        """The number of directions."""
+        """The number of directions: e_b - p and e_b, the shared classes, and the drawn classes."""
         return 2 + self.sample + self.number
 
     def sampled(self, classes: int) -> Int[Tensor, " n"]:
-        """The classes that all samples share, a random choice that depends on `classes` alone."""
+        """Choose the n = `sample` classes that all samples share.
+
+        The choice is random, but the same for all models with this number of classes.
+        """
         mixed = torch.randperm(classes, generator=torch.Generator().manual_seed(classes))
         return mixed[: self.sample]
 
@@ -233,6 +265,10 @@ class ContrastedClasses(SampledClasses):
         logits: Logits,
         block_bytes: int,
     ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the directions as the pairs (v, s) of `Cotangents`, one direction a block.
+
+        The logits of a sample's row 0, the sample without noise, decide b and the drawn classes.
+        """
         best = logits[:, 0].argmax(-1)
         shared = self.sampled(logits.shape[-1]).to(best).expand(len(best), -1)
         drawn, _ = self.draw(logits[:, 0])
@@ -248,7 +284,16 @@ def _draw(
     number: int,
     noise: torch.Generator,
 ) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
-    """Draw `number` classes for each sample; returns them with the probabilities of drawing them."""
+    """Draw classes for each sample by a `walk`.
+
+    Args:
+        chances: the probability π_c of drawing each class; those of a sample sum to m.
+        number: m, the number of classes to draw for each sample.
+        noise: the generator of the draws.
+
+    Returns:
+        The indices of the classes drawn, and their π_c.
+    """
     classes = walk(chances, number, noise)
     return classes, chances.gather(-1, classes)
 
@@ -257,7 +302,12 @@ def _one_hot(
     classes: Int[Tensor, " b"],
     logits: Logits,
 ) -> Float[Tensor, "1 b r c"]:
-    """e_c of one class of each sample, in all of its rows."""
+    """Build the unit vector e_c of one class c per sample, repeated for all rows of the sample.
+
+    Args:
+        classes: the class c of each sample.
+        logits: the logits [b, r, c]; only the shape and the device are used.
+    """
     place = classes[:, None, None].expand(*logits.shape[:2], 1)
     return torch.zeros_like(logits, dtype=torch.double).scatter(-1, place, 1)[None]
 
@@ -266,7 +316,11 @@ def _block(
     directions: Float[Tensor, "1 b r c"],
     logits: Logits,
 ) -> tuple[Tensor, Tensor]:
-    """Make a block of `Cotangents` from one direction of each sample, divided by its rows r."""
+    """Turn one direction per sample into a pair (v, s) of `Cotangents`.
+
+    It is divided by the number of rows r, so that the gradients of a sample's rows add up to their
+    mean.
+    """
     return scale_to_unit(directions.flatten(1, 2) / logits.shape[1], len(logits))
 
 
@@ -279,16 +333,17 @@ def expected_error(
     number: int,
     spread: float,
 ) -> Float[Tensor, " b"]:
-    """The relative standard error to expect of an estimate from `number` classes.
+    """Predict the relative standard error of `estimate` with `number` classes, before any is measured.
 
-    spread · Σ_c s_c / √d, summed over the classes that are not certain to be drawn; d are drawn of
-    them.
+    It is spread · Σ_c s_c / √d, summed over the classes that are not certain to be drawn, of which
+    d are drawn; widened as in `_widening`.
 
     Args:
         sizes: s_c, which sum to 1.
         chances: π_c, the probabilities with which classes are drawn.
         number: the number of classes drawn, certain classes included.
-        spread: the relative standard deviation of t_c / s_c among the classes, t_c what is summed.
+        spread: the relative standard deviation of t_c / s_c among the classes, with t_c the terms
+            of the sum that is estimated.
     """
     left = torch.where(chances < 1, sizes, 0).sum(-1)
     drawn = (number - (chances == 1).sum(-1)).clamp_min(1)
@@ -305,18 +360,22 @@ def estimate(
     The estimate is Σ_c t_c / π_c over the classes drawn. With d of them not certain (π_c < 1), its
     squared error is v Σ_c (1 - π_c), v the variance of t_c / π_c. v is the mean of the sample
     variance, with d - 1 degrees of freedom, and the usual variance, (spread · mean)², with
-    PRIOR_TERMS; but never less than the sample variance.
+    PRIOR_TERMS; but never less than the sample variance. The error is widened for small d
+    (`_widening`).
 
     Args:
-        terms: t_c of the classes drawn, for m methods.
-        chances: π_c of the classes drawn.
-        spread: the usual relative standard deviation of t_c / π_c, for each method.
+        terms: the terms t_c = w_c ‖g_c‖ⁿ of the d classes drawn for each of b samples, by m
+            methods.
+        chances: the probabilities π_c with which these classes were drawn.
+        spread: the usual relative standard deviation of t_c / π_c among a sample's classes, one
+            number or one per method.
 
     Returns:
-        The estimates, and their standard errors.
+        The estimates of each sample, and their standard errors.
     """
     tiny = torch.finfo(chances.dtype).tiny
     ratios = terms / chances.clamp_min(tiny)  # t_c / π_c
+    # 0 for certain classes, which thus add nothing to the error.
     doubt = 1 - chances
     total = doubt.sum(-1)
     drawn = (doubt > 0).sum(-1)  # d
@@ -334,18 +393,21 @@ def estimate(
 class Tally:
     """Accumulates estimates of Σ_c t_c for b samples and m methods, over rounds of further classes.
 
-    Classes that were certain to be drawn in the first round are summed exactly, and not drawn
-    again. Every round gives an independent estimate of the sum over the other classes; the estimates
-    are averaged, weighted by the number of classes drawn.
+    The terms are t_c = w_c ‖g_c‖ⁿ. Classes that were certain to be drawn in the first round are
+    summed exactly, once. Every round gives an independent estimate of the sum over the other
+    classes; the estimates are averaged, weighted by the number of classes drawn. The methods change
+    the tensors in place.
 
     Attributes:
-        sizes: s_c, by which classes are drawn.
-        certain: whether a class was certain to be drawn in the first round.
+        sizes: s_c, in proportion to which classes are drawn.
+        certain: whether a class was certain to be drawn in the first round (π_c = 1).
         known: the exact sum of the terms of the certain classes.
         drawn: the sum over rounds of (classes drawn) × (estimate for the other classes).
         squares: the sum over rounds of ((classes drawn) × (standard error))².
-        number: the number of classes drawn in all rounds, without the certain ones.
-        whole: whether all classes were measured, so that `known` is the sum over all classes.
+        number: the number of classes drawn for each sample in all rounds, without the classes that
+            were certain in the first round. A class drawn in two rounds counts twice.
+        whole: whether all classes were measured (set by `replace`), so that `known` is the sum over
+            all classes.
     """
 
     sizes: Float[Tensor, "b c"]
@@ -358,7 +420,12 @@ class Tally:
 
     @classmethod
     def empty(cls, methods: int, sizes: Float[Tensor, "b c"]) -> "Tally":
-        """Make a tally of `methods` methods with no class measured yet."""
+        """Make a tally with no class measured yet.
+
+        Args:
+            methods: the number of methods m.
+            sizes: the sizes s_c of the classes of each sample.
+        """
         known, drawn, squares = sizes.new_zeros(3, methods, len(sizes))
         certain = torch.zeros_like(sizes, dtype=torch.bool)
         number = torch.zeros(len(sizes), dtype=torch.long, device=sizes.device)
@@ -370,7 +437,10 @@ class Tally:
         number: int,
         noise: torch.Generator,
     ) -> tuple[Int[Tensor, "k d"], Float[Tensor, "k d"]]:
-        """Draw further classes for some samples.
+        """Draw further classes for some samples; the tally itself changes only in `add`.
+
+        Classes that were certain in the first round get size 0. They are drawn only if fewer than
+        d other classes have a positive size; `add` then ignores them.
 
         Args:
             some: the indices of k samples.
@@ -393,12 +463,17 @@ class Tally:
     ) -> None:
         """Add one more round of classes for some samples; changes the tensors in place.
 
+        In the first round, classes with probability 1 go into `known`, and `certain` remembers
+        them: if one comes up in a later round, its term counts as 0 there. Later rounds treat other
+        classes with probability 1 like the rest, as terms of that round's estimate.
+
         Args:
             some: the indices of k samples, either all in their first round or none.
-            classes: the d classes drawn for each sample.
+            classes: the indices of the d classes drawn for each sample.
             chances: the probabilities with which the classes were drawn.
-            terms: t_c of these classes, by each method.
-            spread: the usual spread of each method's terms, as in `estimate`.
+            terms: the terms t_c of these classes, by each method.
+            spread: the usual relative standard deviation of each method's t_c / π_c among a
+                sample's classes, as in `estimate`.
         """
         already_summed = self.certain[some].gather(-1, classes)
         sure = chances >= 1
@@ -422,7 +497,7 @@ class Tally:
 
         Args:
             some: the indices of k samples.
-            terms: t_c of all classes of these samples, by each method.
+            terms: the terms t_c of all classes of these samples, by each method.
         """
         self.known[:, some] = terms.sum(-1)
         self.drawn[:, some] = 0
@@ -430,17 +505,21 @@ class Tally:
         self.whole[some] = True
 
     def total(self, some: Int[Tensor, " k"]) -> tuple[Float[Tensor, "m k"], Float[Tensor, "m k"]]:
-        """The sums of some samples, and their standard errors."""
+        """Return the estimates of Σ_c t_c of k samples by each method, and their standard errors.
+
+        Args:
+            some: the indices of the k samples.
+        """
         number = self.number[some].clamp_min(1)
         value = self.known[:, some] + self.drawn[:, some] / number
         return value, self.squares[:, some].sqrt() / number
 
 
 def _widening(freedom: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """The factor by which to widen a standard error, so that ±2 of them cover the truth in 95 %.
+    """Return the factor that widens a standard error so that ±1.96 of them hold the truth in 95 %.
 
-    It is the quantile of Student's t with `freedom` degrees of freedom, divided by the normal
-    quantile; by the Cornish-Fisher expansion.
+    It is the 97.5 % quantile of Student's t with `freedom` degrees of freedom, by the
+    Cornish-Fisher expansion, divided by the normal quantile 1.96.
     """
     z, n = 1.96, freedom.double()
     t = z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)

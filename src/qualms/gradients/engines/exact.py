@@ -9,9 +9,9 @@ added up, part by part of the rows: a sum over rows can be accumulated, its norm
 gradients as fit into memory are accumulated at the same time; for each such block of directions the
 forward passes run again.
 
-Every chunk of samples is verified (`verify.py`). If one fails, because the model mixes samples
-of a batch or hides operations from torch's function modes, runs by plain autograd, one sample at a
-time.
+Every chunk of samples is verified (`verify.py`). A chunk that fails, because the model mixes
+samples of a batch or hides operations from torch's function modes, runs by plain autograd, one
+sample at a time.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +46,8 @@ from qualms.gradients.verify import (
     require_separate_gradients,
 )
 
-Gradients = dict[str, Float[Tensor, "k p"]]  # along k directions, by the parameter's name
+# Flat gradients along k directions, by the parameter's name.
+Gradients = dict[str, Float[Tensor, "k p"]]
 
 
 class ExactEngine:
@@ -78,9 +79,14 @@ class ExactEngine:
         return plan
 
     def run(self, plan: Plan, request: GradientRequest) -> ClassNorms:
-        """Compute the norms of all samples, chunk by chunk.
+        """Compute the norms, or inner products, of all samples, chunk by chunk.
 
-        A reused plan may turn out not to fit these samples; a new plan is then made from them.
+        A reused plan may turn out not to fit these samples. It is then dropped, and the request
+        starts again with a plan made from them, or by plain autograd.
+
+        Args:
+            plan: what `plan` returned for this request.
+            request: what to compute.
         """
         norms = self._run_chunks(plan, request)
         if isinstance(norms, Fallback):
@@ -93,9 +99,13 @@ class ExactEngine:
         plan: Plan,
         request: GradientRequest,
     ) -> ClassNorms | Fallback:
-        """Run all chunks; return a `Fallback` if a reused plan does not fit one of them."""
+        """Run all chunks; return a `Fallback` if a reused plan does not fit one of them.
+
+        With a new plan, a chunk that fails its checks runs by plain autograd instead.
+        """
         work = plan.workload(request)
         fitting = plan.samples_at_once(request.budget, work)
+        # 0 if the rows of one sample do not fit at once: a chunk is then one sample, run in parts.
         size = min(request.settings.batch_size or fitting, fitting) or 1
         chunks = split_evenly(request.num_samples, size)
         check = CrossBatchCheck(request, chunks)
@@ -121,13 +131,13 @@ def split_evenly(samples: int, size: int) -> list[slice]:
 
 
 def _key(request: GradientRequest) -> Key:
-    """The key of the plan in the cache."""
+    """The key of a request's plan in the cache: what a plan depends on."""
     return ("plan", request.shapes, tuple(request.selected))
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Samples that run together.
+    """Samples that run in one pass, as many as fit into memory.
 
     Attributes:
         plan: the plan of the whole request.
@@ -142,7 +152,7 @@ class _Chunk:
     work: Workload
 
     def run(self, check: CrossBatchCheck, part: slice) -> ClassNorms:
-        """Trace the samples together, verify the trace, and measure.
+        """Trace the samples together, check their logits, and measure their gradients.
 
         Args:
             check: gives the logits of the same samples from other batches, to compare with.
@@ -174,7 +184,19 @@ class _Chunk:
         return ClassNorms(values, by_sample[:, 0].detach(), recorder.without_rule)
 
     def _measure(self, logits: Tensor, recorder: Recorder) -> dict[str, Tensor]:
-        """Measure the traced gradients, and check that each depends on its own sample alone."""
+        """Measure the traced gradients, and check that each depends on its own sample alone.
+
+        Args:
+            logits: the logits of all rows, with their graph.
+            recorder: the recorder of the traced pass, with the gradient factors.
+
+        Returns:
+            The values of `ClassNorms`: norms [b, m] or inner products [b, m, m] by the parameter's
+            name.
+
+        Raises:
+            NotBatchable: if a gradient depends on other samples.
+        """
         directions, kind, precision = (
             self.request.directions,
             self.request.kind,
@@ -193,7 +215,11 @@ class _Chunk:
         return measure_separate(pullback, cotangents, kind, precision)
 
     def run_in_parts(self) -> ClassNorms:
-        """Measure a chunk of one sample, whose rows do not fit at once, by parts of its rows."""
+        """Measure a chunk of one sample, whose rows do not fit at once, by parts of its rows.
+
+        Raises:
+            NotBatchable: for inner products, which need the gradients of all directions at once.
+        """
         if self.request.gram:
             budget = in_mebibytes(self.request.budget)
             raise NotBatchable(f"the gradients of all classes of one input do not fit {budget}")
@@ -220,11 +246,12 @@ def accumulate_chunks(
         NotBatchable: if the rows influence each other.
     """
     require_room(plan.min_bytes, request.limit, "one row of the input and one of its gradients")
+    # Half of the budget goes to a pass, a quarter to the gradients that are accumulated.
     size = plan.rows_at_once(request.budget // 2)
     groups = -(-num_samples(model_input.batch) // size)
     logits = logits_in_groups(request.model, model_input, groups)
     work = _RowParts(request, model_input, plan, size, logits)
-    held = max(1, request.budget // 4 // plan.gradient_bytes)
+    held = max(1, request.budget // 4 // plan.gradient_bytes)  # directions accumulated at once
     directions = request.directions.along(logits[None])
     values: dict[str, Tensor] = {}
     number = 0
@@ -250,7 +277,9 @@ class _RowParts:
         model_input: the rows of the sample.
         plan: the plan of the request.
         size: the number of rows that run at once.
-        logits: the logits of all rows, each run in a group of other rows than it is traced with.
+        logits: the logits of all rows, computed in other groups of rows than those that are traced
+            together, to compare with.
+        without_rule: the parameters without a fast gradient rule that the passes so far have used.
     """
 
     request: GradientRequest
@@ -260,7 +289,7 @@ class _RowParts:
     logits: Float[Tensor, "r c"]
 
     def __post_init__(self) -> None:
-        self.without_rule: set[str] = set()  # parameters without a fast gradient rule
+        self.without_rule: set[str] = set()
 
     def add_up(self, directions: Float[Tensor, "k r c"], verify: bool) -> Gradients:
         """Compute the gradients along k directions, summed over all rows.
@@ -268,6 +297,10 @@ class _RowParts:
         Args:
             directions: k cotangents of the logits, with an entry for each row.
             verify: whether to compare the logits of each part with those from other groups.
+
+        Returns:
+            The flat gradients [k, p] by the parameter's name; parameters that the logits do not
+            depend on are left out.
         """
         total: Gradients = {}
         for part in slices(len(self.logits), self.size):
@@ -284,13 +317,23 @@ class _RowParts:
         return total
 
     def _trace(self, part: slice) -> tuple[Tensor, Recorder]:
-        """Trace some rows together, as the rows of one sample."""
+        """Trace the rows in the slice `part` together, as the rows of one sample.
+
+        Returns:
+            The logits of these rows with their graph, and the recorder with the gradient factors.
+        """
         plan = self.plan
         rows = replace(self.model_input.take(part), rows_per_sample=part.stop - part.start)
         return trace_forward(self.request.model, plan.reformat(rows), plan.weights, plan.trace_pair)
 
     def _verify(self, part: slice, logits: Tensor, recorder: Recorder) -> None:
-        """Raise `NotBatchable` if the logits of some rows depend on the rows that run with them."""
+        """Raise `NotBatchable` if the logits of some rows depend on the rows that run with them.
+
+        Args:
+            part: the rows.
+            logits: the logits of these rows, traced together.
+            recorder: the recorder of the traced pass.
+        """
         precision = self.plan.precision
         require_same_across_batches(logits, self.logits[part], precision)
         require_same_alone(

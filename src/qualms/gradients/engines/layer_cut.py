@@ -3,11 +3,11 @@
 The weights a_l = exp(λ(l - L)) fade toward the input, but norms may grow there, so the share of the
 early layers is measured, not assumed. The first sample, by plain autograd along a few directions,
 shows how many early layers add less than a quarter of the tolerance; from then on only gradients of
-the late layers are computed. Of every 16 further samples the most unusual one, judged by the norms of
-its late layers, is measured in all layers as well, and so is every sample more unusual than any
+the late layers are computed. Of every 16 further samples the most unusual one, judged by the norms
+of its late layers, is measured in all layers as well, and so is every sample more unusual than any
 measured before. If the early layers of such a sample add more than the tolerance, fewer layers are
-left out from then on, and its batch runs again. That is evidence, not proof: a sample that is unusual
-in its early layers alone can slip through.
+left out from then on, and its batch runs again. That is evidence, not proof: a sample that is
+unusual in its early layers alone can slip through.
 """
 
 import math
@@ -32,7 +32,8 @@ from qualms.gradients.request import GradientRequest
 from qualms.gradients.single_sample import sample_gradients
 from qualms.gradients.tracing.traced_forward import use_order
 
-MARGIN = 4  # safety factor: the first sample's early layers may add a quarter of the tolerance
+# Safety factor: the first sample's early layers may add a quarter of the tolerance.
+MARGIN = 4
 CHECK_EVERY = 16  # one of so many samples is measured in all layers
 # Log of a factor of 2: a norm within it of the first sample's norm is nothing unusual.
 MIN_DISTANCE = math.log(2)
@@ -40,7 +41,7 @@ TINY = torch.finfo(torch.double).tiny
 
 
 class LayerCutEngine:
-    """Leaves out early layers; their gradients are reported with norm zero.
+    """Leaves out early layers whose share of a score is small; reports norm zero for them.
 
     Args:
         cache: the plans of the model.
@@ -55,7 +56,10 @@ class LayerCutEngine:
         self.cache, self.run_inner = cache, run_inner
 
     def plan(self, request: GradientRequest) -> "LayerCut | Fallback":
-        """Decide which early layers are left out; a `Fallback` if there are none."""
+        """Decide which early layers are left out; a `Fallback` if none can be.
+
+        Inner products (`gram`) always need all layers.
+        """
         cut = None
         if not request.gram:
             cut = find_layer_cut(request, request.smallest_lambda, self.cache)
@@ -64,7 +68,15 @@ class LayerCutEngine:
         return cut
 
     def run(self, plan: "LayerCut", request: GradientRequest) -> ClassNorms:
-        """Compute the norms of the late layers; again with more layers if a spot check fails."""
+        """Compute the norms of the late layers; again with more layers if a spot check fails.
+
+        Args:
+            plan: the layer cut; a failed check changes it in place.
+            request: what to compute.
+
+        Returns:
+            The norms of all layers, zero for the layers left out.
+        """
         while plan.num_early:
             late_norms = self.run_inner(plan.narrow(request))
             if plan.confirm(request, late_norms):
@@ -99,13 +111,16 @@ def find_layer_cut(
 class LayerCut:
     """How many early layers of a model are left out, and the evidence so far that this is safe.
 
+    A score is Σ_l a_l ‖g_l‖ over layers l = 1..L, with weights a_l = exp(λ(l - L)).
+
     Args:
-        lam: the smallest λ among the scores, whose weights fade slowest.
+        lam: the smallest λ among the scores, whose weights fade slowest toward the input.
         tolerance: the largest share of a score that may be left out.
         layers: the parameter names of each layer, in order of use.
         num_early: the number of early layers left out.
-        share: the largest observed share that the early layers contribute.
-        typical: log ‖g_l‖ of the first sample's late layers, with which others are compared.
+        share: the largest observed share of a score that the early layers contribute.
+        typical: log ‖g_l‖ of each late layer for one sample, the largest along any direction; the
+            first sample that came since the cut was made or changed.
         largest_distance: the largest difference of log ‖g_l‖ from `typical` among the samples that
             were measured in all layers.
         unchecked: the number of samples since the last spot check.
@@ -122,13 +137,15 @@ class LayerCut:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the parameters of the late layers."""
+        """The names of the parameters of the late layers, which are not left out."""
         late = self.layers[self.num_early :]
         return frozenset(name for layer in late for name in layer)
 
     @classmethod
     def of(cls, request: GradientRequest, lam: float) -> "LayerCut | None":
         """Decide by the first sample of a request, whose gradients are measured in all layers.
+
+        Its early layers may add at most a quarter (1 / `MARGIN`) of the tolerance.
 
         Args:
             request: the samples; `settings.tolerance` is the tolerance.
@@ -140,6 +157,7 @@ class LayerCut:
         first = ModelInput(take_samples(request.batch, slice(0, 1)))
         order = use_order(request.model, first, request.selected)
         norms = _sample_norms(request, 0) if order.fixed else {}
+        # No fixed order, or the sample uses none of the selected parameters.
         if not norms:
             return None
         relevant = order.relevant(norms, request.selected)
@@ -158,7 +176,14 @@ class LayerCut:
         return replace(request, settings=settings)
 
     def with_zeros(self, late_norms: ClassNorms) -> ClassNorms:
-        """Add zeros for the early layers to the norms of the late layers."""
+        """Add zeros for the early layers to the norms of the late layers; record what was left out.
+
+        Args:
+            late_norms: the norms of the late layers, by the parameter's name.
+
+        Returns:
+            New norms with all parameters, early layers first, `left_out` and `num_left_out` set.
+        """
         zeros = torch.zeros_like(next(iter(late_norms.values.values())))
         values: dict[str, Tensor] = {}
         for layer in self.layers[: self.num_early]:
@@ -167,18 +192,22 @@ class LayerCut:
         return replace(late_norms, values=values, left_out=self.share, num_left_out=self.num_early)
 
     def confirm(self, request: GradientRequest, late_norms: ClassNorms) -> bool:
-        """Check by the most unusual sample, where a check is due, that early layers add little.
+        """If a check is due, measure the most unusual sample in all layers (`_spot_check`).
+
+        A check is due after every `CHECK_EVERY` samples, or if a sample is more unusual than all
+        that were measured in all layers before. Changes the counts of this cut in place.
 
         Args:
             request: the samples.
-            late_norms: the norms of the samples' late layers.
+            late_norms: the norms of the samples' late layers, by the parameter's name.
 
         Returns:
             Whether the norms may be used. If not, fewer layers are left out from now on, and the
             request has to run again.
         """
         norms = _per_layer(late_norms.values, self.layers[self.num_early :], request.settings.norm)
-        profile = norms.amax(1).clamp_min(TINY).log()  # [b, l]
+        # [b, l]: the largest over the directions.
+        profile = norms.amax(1).clamp_min(TINY).log()
         if self.typical is None:
             self.typical = profile[0]
         distances = (profile - self.typical).abs().amax(-1)
@@ -191,12 +220,19 @@ class LayerCut:
         return self._spot_check(request, farthest)
 
     def confirm_blindly(self, request: GradientRequest) -> bool:
-        """Check one sample in 16, where no norms of layers are known (sketches); see `confirm`."""
+        """Like `confirm`, for sketches, which have no norms of layers to find unusual samples by.
+
+        Measures the last sample of the request in all layers, once in `CHECK_EVERY` samples.
+        """
         self.unchecked += request.num_samples
         return self.unchecked < CHECK_EVERY or self._spot_check(request, request.num_samples - 1)
 
     def _spot_check(self, request: GradientRequest, sample: int) -> bool:
         """Measure one sample in all layers; if early layers exceed the tolerance, leave out fewer.
+
+        Args:
+            request: the samples.
+            sample: the index of the sample to measure.
 
         Returns:
             Whether the early layers add at most the tolerance.
@@ -220,22 +256,27 @@ def _sample_norms(
     request: GradientRequest,
     i: int,
 ) -> dict[str, Float[Tensor, "1 m"]]:
-    """Norms of one sample's gradients along m directions, for each parameter that it uses.
+    """Measure one sample's gradients in all layers by plain autograd: a norm per direction.
 
-    The directions are the predicted class, the sum of all classes with random signs, and every
-    direction of the request that is not a class.
+    The m directions are the predicted class, the sum of all classes with random signs, and the
+    request's directions that are not classes. The sample runs without perturbed copies.
 
     Args:
         request: the samples, norm and directions.
         i: the index of the sample in the batch.
+
+    Returns:
+        The norms by the names of the parameters that the sample uses; empty if it uses none.
     """
     row = ModelInput(take_samples(request.batch, slice(i, i + 1)))
     norm = request.settings.norm
 
     def directions(logits: Float[Tensor, "1 c"]) -> Float[Tensor, "m 1 c"]:
+        """The directions to differentiate along, at the sample's logits."""
         return _measured_directions(logits[:, None], request.directions.names)
 
     def reduce(gradient: Tensor) -> Float[Tensor, ""]:
+        """Replace a gradient by its norm, so that gradients are not held in memory."""
         return norm_of(at_least_float32(gradient)[None], norm).double().squeeze()
 
     _, norms_of = sample_gradients(request.model, row, request.selected, directions, reduce)
@@ -246,7 +287,13 @@ def _measured_directions(
     z: Float[Tensor, "1 1 c"],
     names: tuple[str, ...],
 ) -> Tensor:
-    """The directions [m, 1, c] along which one sample is measured."""
+    """Build the directions [m, 1, c] along which one sample is measured in all layers.
+
+    Args:
+        z: the logits of the sample.
+        names: the names of the request's sets of directions. Sets of classes are replaced by the
+            predicted class and the sum of all classes with random signs.
+    """
     p = z.double().softmax(-1)
     generator = torch.Generator().manual_seed(0)
     signs = (torch.randint(0, 2, p.shape[-1:], generator=generator) * 2 - 1).to(p)
@@ -263,13 +310,16 @@ def _early_shares(
     lam: float,
     norm: str,
 ) -> Float[Tensor, "m l"]:
-    """For each l, the share of Σ_l a_l ‖g_l‖ of one sample that layers 1 to l contribute.
+    """Compute the share of Σ_l a_l ‖g_l‖ that layers 1 to l contribute, for each l; one sample.
 
     Args:
         norms: the norms of the sample's gradients, by the parameters that it uses.
         layers: the parameter names of each layer, in order of use.
         lam: λ in a_l = exp(λ(l - L)).
-        norm: which norm the gradients have, `l2` or `l1`.
+        norm: which norm was taken of the gradients, `l2` or `l1`.
+
+    Returns:
+        The shares along each of m directions; the last layer's share is 1.
     """
     layer_norms = _per_layer(norms, layers, norm)[0]
     cumulative = (layer_norms * layer_weights(len(layers), lam).to(layer_norms)).cumsum(-1)
@@ -277,7 +327,12 @@ def _early_shares(
 
 
 def _count_small(shares: Float[Tensor, "m l"], max_share: float) -> int:
-    """How many early layers together add at most `max_share`, along every direction."""
+    """How many early layers together add at most `max_share`, along every direction.
+
+    Args:
+        shares: the shares from `_early_shares`: entry l is the share of layers 1 to l together.
+        max_share: the largest share that the early layers may add.
+    """
     return int((shares <= max_share).all(0).long().cumprod(0).sum())
 
 
@@ -286,7 +341,13 @@ def _per_layer(
     layers: list[list[str]],
     norm: str,
 ) -> Float[Tensor, "b m l"]:
-    """Combine norms of parameters into norms of layers; a parameter that is missing counts as zero."""
+    """Combine norms of parameters into norms of layers; a parameter that is missing counts as zero.
+
+    Args:
+        norms: norms [b, m] by the parameter's name.
+        layers: the parameter names of each layer.
+        norm: which norm they are, `l2` or `l1`.
+    """
     zeros = torch.zeros_like(next(iter(norms.values())))
     columns: list[Tensor] = []
     for names in layers:

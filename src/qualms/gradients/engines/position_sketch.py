@@ -1,12 +1,12 @@
 """The sketch at every position of one sample: J s, [positions, classes], for k random tangents s.
 
 One forward-mode pass gives v·(J s) for the gradients of all classes at all positions at once, so
-that k passes score every token of a text over the whole vocabulary. A sample runs alone, with several
-tangents in one pass.
+that k passes score every token of a text over the whole vocabulary. A sample runs alone, with
+several tangents in one pass.
 
 Three checks come first: v·(J s) at some positions must equal ⟨Jᵀv, s⟩ from plain autograd; several
-tangents in one pass must give what one tangent gives; and the logits of every pass must be those of a
-plain forward pass.
+tangents in one pass must give what one tangent gives; and the logits of every pass must be those of
+a plain forward pass.
 """
 
 from collections.abc import Iterator
@@ -36,9 +36,12 @@ from qualms.gradients.sketching.tangents import Tangent, Tangents, tangents_of_m
 
 # Bytes of the largest result of a pass with several tangents: more would leave the CPU's cache.
 MAX_RESULT_BYTES = 2**23
-MIN_AT_ONCE = 4  # tangents in one pass even if they leave the cache, as far as the budget allows
-COMPARED_POSITIONS = 64  # positions at which the logits are compared
-RESULT_COPIES = 3  # copies of a derivative that exist while a layer computes the next one
+# Tangents in one pass even if they leave the cache, as far as the budget allows.
+MIN_AT_ONCE = 4
+# Positions at which logits of passes are compared with expected ones.
+COMPARED_POSITIONS = 64
+# Copies of a derivative that exist while a layer computes the next one.
+RESULT_COPIES = 3
 
 
 @torch.no_grad()
@@ -57,7 +60,8 @@ def plain_logits(
     Raises:
         QualmsError: if the first axis of the logits is not 1, or they are not finite.
     """
-    copies = [t.clone() for t in batch_tensors(batch)]  # the model may change them in place
+    # The model may change them in place.
+    copies = [t.clone() for t in batch_tensors(batch)]
     output = call_model(model, with_tensors(batch, copies))
     logits = classes_last(output, class_dim)
     if len(logits) != 1:
@@ -98,7 +102,7 @@ class ExpectedLogits:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the logits at all positions."""
+        """Bytes of the logits at all positions, of which only `values` are kept."""
         return self.values[:1].nbytes * self.shape[0]
 
     def require_same(
@@ -106,7 +110,12 @@ class ExpectedLogits:
         logits: Float[Tensor, "t c"],
         precision: torch.dtype,
     ) -> None:
-        """Raise an error if the logits of a pass differ from the expected ones by more than rounding."""
+        """Raise an error if the logits of a pass differ from the expected ones by more than rounding.
+
+        Args:
+            logits: the logits of the pass at all positions.
+            precision: the coarsest float type that the pass casts to, which sets the tolerance.
+        """
         if not close_logits(logits[self.positions], self.values.to(logits), precision):
             raise QualmsError(
                 "the model returns different logits in forward mode than in a plain pass, so its "
@@ -116,13 +125,15 @@ class ExpectedLogits:
 
 @dataclass(frozen=True)
 class PositionProducts:
-    """J s of one row at all its positions, for g tangents s that ran in one pass.
+    """J s of one row at all its t positions, for g consecutive tangents s that ran in one pass.
+
+    J is the Jacobian of the logits; a tangent s is a direction in the space of the parameters.
 
     Attributes:
-        first: the index of the first of these tangents.
+        first: the index of the first of the g tangents among all k.
         row: the index of the row: 0 for the sample itself, then its perturbed copies.
-        logits: the logits of the row.
-        tangents: J s for each tangent s.
+        logits: the logits of the row at each position.
+        tangents: J s at each position, for each tangent s.
     """
 
     first: int
@@ -136,9 +147,10 @@ class PositionPlan:
     """How a sample is sketched at all its positions.
 
     Attributes:
-        expected: logits of a plain forward pass.
+        expected: logits of a plain forward pass over the sample, at some positions.
         probe: facts about the model, measured at a few positions.
-        function: computes the logits and J s for one tangent s.
+        function: computes the logits and J s for one tangent s: `forward_mode`, or a replacement
+            for models that it cannot run.
         tangents: the random tangents on all parameters.
         at_once: the number of tangents in one pass.
     """
@@ -161,20 +173,23 @@ class PositionPlan:
         Args:
             model: the model, read at all positions (`AtPositions`).
             row: a single row.
-            tangent: one tangent; with `several`, g tangents stacked along the first axis.
-            several: whether `tangent` has this axis.
+            tangent: one tangent; with `several`, g tangents stacked along the first axis of each
+                parameter's tensor.
+            several: whether `tangent` holds stacked tangents. They run by `forward_mode` in one
+                pass; a single tangent (g = 1) runs by `function`.
         """
         if several:
             z, dz = forward_mode(model, row, tangent, several=True)
             z = z[0]  # the logits are the same for every tangent
         else:
             z, dz = self.function(model, row, tangent)
+        # (t, c): `AtPositions` returns all positions side by side.
         shape = self.expected.shape
         return Jvp(z.view(shape), dz.view(-1, *shape))
 
 
 class PositionSketchEngine:
-    """Sketches one sample at all its positions.
+    """Sketches one sample at all its positions: projects its gradients on k random tangents.
 
     Args:
         cache: the plans of the model.
@@ -195,9 +210,9 @@ class PositionSketchEngine:
         Args:
             request: a request with the sample as a batch of one, and the model read at all
                 positions.
-            expected: logits of a plain forward pass.
+            expected: logits of a plain forward pass over the sample.
             lam: λ, by which layer l is weighted with exp(λ(l - L)); None for the plain gradient.
-            held_bytes: the bytes that the caller keeps for each tangent of a pass.
+            held_bytes: the bytes that the caller of `run` keeps for each tangent of a pass.
 
         Raises:
             QualmsError: if the settings ask for sums of norms, or memory does not suffice.
@@ -237,12 +252,14 @@ class PositionSketchEngine:
             tangent = _side_by_side(plan.tangents, first, plan.at_once, number)
             for i, row in enumerate(rows):
                 z, dz = plan.run(request.model, row, tangent, several=plan.at_once > 1)
+                # The expected logits are those of the sample itself.
                 if i == 0:
                     plan.expected.require_same(z, coarser(z.dtype, plan.probe.precision))
                 products = PositionProducts(first, i, z, dz)
                 del z, dz
                 yield products
-                del products  # the caller drops it as well: the next pass needs the memory
+                # The caller drops it as well: the next pass needs the memory.
+                del products
 
     def _find_function(
         self,
@@ -252,7 +269,14 @@ class PositionSketchEngine:
     ) -> tuple[SketchProbe, JvpFunction, Tangents]:
         """Probe the model at three positions, and find a function that plain autograd confirms there.
 
-        Cached per input shape: a model may run other code for longer texts.
+        The probe and the function are cached per input shape: a model may run other code for longer
+        texts.
+
+        Args:
+            request: a request with the sample as a batch of one, and the model read at all
+                positions.
+            expected: logits of a plain forward pass over the sample.
+            lam: λ of the layer weights; None for the plain gradient.
 
         Returns:
             The facts about the model, the function that computes J s, and the tangents.
@@ -260,6 +284,7 @@ class PositionSketchEngine:
         model, selected = request.model, request.selected
 
         def find() -> tuple[SketchProbe, JvpFunction]:
+            """Probe the model at its first, middle and last position."""
             assert isinstance(model, AtPositions)
             last = expected.shape[0] - 1
             at_three = AtPositions(model.model, model.class_dim, sorted({0, last // 2, last}))
@@ -277,14 +302,20 @@ class PositionSketchEngine:
         request: GradientRequest,
         at_once: int,
     ) -> bool:
-        """Whether several tangents in one pass give what one tangent gives.
+        """Whether several tangents in one pass give what one tangent gives in a pass of its own.
 
         Cached per type and number of axes of the inputs.
+
+        Args:
+            plan: the plan of the request, `at_once` not yet set.
+            request: a request with the sample as a batch of one.
+            at_once: how many tangents would run in one pass.
         """
         row = _single_rows(request)[0]
         positions = plan.expected.positions
 
         def compare() -> bool:
+            """Compare logits and J s of the first tangent at some positions."""
             one = plan.run(request.model, row, plan.tangents[0], several=False)
             stacked = _side_by_side(plan.tangents, 0, at_once, at_once)
             several = plan.run(request.model, row, stacked, several=True)
@@ -294,6 +325,7 @@ class PositionSketchEngine:
             return same_products(have, want, precision)
 
         def agree() -> bool:
+            """Run `compare`; a pass that fails counts as a disagreement."""
             same = attempt("push several tangents at once", compare)
             return not isinstance(same, Fallback) and same
 
@@ -304,7 +336,7 @@ class PositionSketchEngine:
 
 
 def _single_rows(request: GradientRequest) -> list[ModelInput]:
-    """The sample and its perturbed copies, each as an input of one row."""
+    """List the request's only sample and its perturbed copies, each as an input of one row."""
     rows = request.rows(slice(0, 1))
     return [rows.take([i]) for i in range(request.rows_per_sample)]
 
@@ -316,10 +348,15 @@ def _tangents_at_once(
 ) -> int:
     """How many tangents run in one pass: as many as fit the budget, and the processor's cache.
 
+    1 if they are not pushed by `forward_mode`, the only function that takes several.
+
     Args:
         plan: the plan of the request, `at_once` not yet set.
         request: a request with the sample as a batch of one.
         held_bytes: the bytes that the caller keeps for each tangent of a pass.
+
+    Raises:
+        QualmsError: if not even one tangent fits into memory.
     """
     number = request.sketch.tangents
     size = plan.expected.nbytes
@@ -343,10 +380,12 @@ def _side_by_side(
     size: int,
     number: int,
 ) -> Tangent:
-    """Select up to `size` tangents, stacked to [size, …] for each parameter; for 1, without the axis.
+    """Select up to `size` consecutive tangents, stacked to [size, …] for each parameter.
+
+    With `size` 1 the tangent is returned without the additional axis.
 
     Args:
-        tangents: all tangents.
+        tangents: all tangents, drawn when they are needed.
         first: the index of the first tangent to select.
         size: the largest number of tangents to select.
         number: the number of all tangents.

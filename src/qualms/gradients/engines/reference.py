@@ -22,7 +22,7 @@ from qualms.gradients.tracing.traced_forward import use_order
 
 
 class ReferenceEngine:
-    """Computes the gradients as the paper states them.
+    """Computes the gradients as the paper states them, one backward pass for each sample and class.
 
     Args:
         cache: the plans of the model; unused, all engines are created with it.
@@ -32,11 +32,16 @@ class ReferenceEngine:
         self.cache = cache
 
     def plan(self, request: GradientRequest) -> UseOrder:
-        """The order in which the forward pass uses the parameters."""
+        """Find the order in which a forward pass over the first sample uses the parameters."""
         return use_order(request.model, request.rows(slice(0, 1)), request.selected)
 
     def run(self, plan: UseOrder, request: GradientRequest) -> ClassNorms:
-        """Compute ‖g‖ (l2) or Σ|g| (l1) for each sample, direction and parameter."""
+        """Compute ‖g‖ (l2) or Σ|g| (l1) for each sample, direction and parameter.
+
+        Args:
+            plan: the order of the parameters, from `plan`.
+            request: what to compute.
+        """
         parts: list[ClassNorms] = []
         with all_parameters_differentiable(request.model):
             for sample in slices(request.num_samples, 1):
@@ -47,7 +52,12 @@ class ReferenceEngine:
 
 
 def _measure_sample(request: GradientRequest, rows: ModelInput) -> ClassNorms:
-    """The norms of one sample's gradients, from its rows x_0, …, x_N."""
+    """Compute the norms of one sample's gradients.
+
+    Args:
+        request: the model, the parameters, the directions and the kind of norm.
+        rows: the rows of the sample: x_0, the sample itself, and perturbed copies x_1, …, x_N.
+    """
     gradients, logits = _mean_gradients(request, rows)
     values: dict[str, Tensor] = {}
     for c, g_c in enumerate(gradients):
@@ -64,7 +74,9 @@ def _mean_gradients(
     request: GradientRequest,
     rows: ModelInput,
 ) -> tuple[list[dict[str, Tensor]], Float[Tensor, "1 c"]]:
-    """g_c = mean over x_0..x_N of ∇θ log p_c(x_i), for each direction c and parameter.
+    """Compute the mean of a sample's gradients over its rows, for each direction and parameter.
+
+    For the directions of classes, g_c = mean over x_0..x_N of ∇θ log p_c(x_i).
 
     Args:
         request: the model, the parameters and the directions.
@@ -83,8 +95,9 @@ def _mean_gradients(
             raise QualmsError(NO_PATH)
         if first is None:
             first = logits.detach()
-        p = first[0].double().softmax(dim=0)
-        z = logits[0].detach().double().requires_grad_()  # a leaf without the model's graph
+        p = first[0].double().softmax(dim=0)  # of x_0, for every row
+        # A leaf without the model's graph.
+        z = logits[0].detach().double().requires_grad_()
         for c, target in enumerate(_targets(request, z, p)):
             if i == 0:
                 mean.append({})
@@ -103,13 +116,19 @@ def _mean_gradients(
 
 
 def _targets(request: GradientRequest, z: Tensor, p: Tensor) -> Iterator[Tensor]:
-    """Yield the scalar to differentiate for each direction, from logits z [c] and weights p [c]."""
+    """Yield the scalar to differentiate for each direction of a request (`TARGETS`).
+
+    Args:
+        request: the request with the directions.
+        z: the logits [c] of one row, with respect to which the scalar is differentiated.
+        p: the probabilities [c] of the sample itself, the weights in `expectation`.
+    """
     for name in request.directions.names:
         yield from TARGETS[name](z, p)
 
 
 def norm_without_underflow(g: Tensor) -> Tensor:
-    """‖g‖, from g divided by its largest entry: the square of 1e-162 is 0 even in float64."""
+    """Compute ‖g‖ from g divided by its largest entry: the square of 1e-170 is 0 even in float64."""
     largest = g.abs().max() if g.numel() else g.new_zeros(())
     return largest * (g / largest).square().sum().sqrt() if largest > 0 else largest
 
@@ -127,9 +146,14 @@ def expectation(
     z: Float[Tensor, " c"],
     p: Float[Tensor, " c"],
 ) -> Float[Tensor, ""]:
-    """Σ_c p_c log q_c with q = softmax(z), minus Σ_c q_c log q_c with its weights q_c held constant.
+    """Compute Σ_c p_c log q_c, whose gradient is the mean of class gradients weighted by p.
 
-    The second sum has derivative zero; subtracting it cancels rounding errors of the first.
+    q = softmax(z). Σ_c q_c log q_c is subtracted, with its weights q_c held constant: its
+    derivative is zero in exact arithmetic, and it cancels rounding errors of the first sum.
+
+    Args:
+        z: the logits of one row.
+        p: the probabilities of the sample itself.
     """
     weights = p - z.detach().softmax(0)
     total = z.new_zeros(())

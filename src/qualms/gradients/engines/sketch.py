@@ -53,16 +53,19 @@ from qualms.gradients.sketching.tangents import (
 )
 
 log = logging.getLogger("qualms")
-PROBED_SAMPLES = 8  # samples that the probe looks at; three of their rows are run by plain autograd
-MAX_RESULT_BYTES = 2**24  # bytes of an operation's result for all rows: more leaves the CPU's cache
-# The memory of a pass with a tangent for one row, in multiples of the largest result, copies that
-# kernels make included.
+# Samples that the probe looks at; three of their rows are run by plain autograd.
+PROBED_SAMPLES = 8
+# Bytes of an operation's result for all rows: more leaves the CPU's cache.
+MAX_RESULT_BYTES = 2**24
+# The memory of a pass with a tangent for one row, in multiples of the largest result of an
+# operation; copies that kernels make are included.
 RESULTS_PER_ROW = 24
 DOUBLES = 16  # bytes of a projection in float64, and of its copy
 NEEDS = "a tangent on the weights and the gradient that it is checked with"
 INSTEAD = "select fewer parameters with `params`, or use engine='exact'"
 
-ProjectionBlock = tuple[Projections, Float[Tensor, "b c"]]  # projections and logits of b samples
+# The projections of the gradients of b samples along m directions, and the logits of the samples.
+ProjectionBlock = tuple[Projections, Float[Tensor, "b c"]]
 
 
 def project_gradients(
@@ -103,7 +106,7 @@ class SketchPlan:
 
 
 class SketchEngine:
-    """Estimates norms from random tangents.
+    """Estimates norms from projections of the gradients on random tangents.
 
     Args:
         cache: the plans of the model.
@@ -114,6 +117,8 @@ class SketchEngine:
 
     def plan(self, request: GradientRequest) -> SketchPlan:
         """Probe the first rows, unless rows of this shape were probed before, and size the passes.
+
+        The probe measures facts about the model, such as the memory of a row, by plain autograd.
 
         Raises:
             QualmsError: if a tangent does not fit into memory, or the model is random.
@@ -133,12 +138,16 @@ class SketchEngine:
         return SketchPlan(probe, check_rows, _samples_at_once(request, probe, weights))
 
     def run(self, plan: SketchPlan, request: GradientRequest) -> ClassNorms:
-        """Estimate the norms of each layer's gradients and their standard errors, k tangents a layer."""
+        """Estimate the norms of each layer's gradients and their standard errors, k tangents a layer.
+
+        Returns:
+            Estimated norms [b, m] and their errors, keyed by layer.
+        """
         model, granularity = request.model, request.settings.granularity
         values: dict[str, Tensor] = {}
         errors: dict[str, Tensor] = {}
         for layer, names in group_by_layer(model, plan.probe.counted, granularity).items():
-            tangents = tangents_of_layers(request, [(names, 1.0)])
+            tangents = tangents_of_layers(request, [(names, 1.0)])  # of this layer, with weight 1
             norms: list[Tensor] = []
             norm_errors: list[Tensor] = []
             logits: list[Tensor] = []
@@ -183,7 +192,10 @@ class SketchEngine:
 
 
 def _probe_first_rows(request: GradientRequest) -> tuple[SketchProbe, CheckRows]:
-    """Measure facts about the model, and gradients to check with, on the first samples."""
+    """Measure facts about the model, and gradients to check products J s with, on the first samples.
+
+    The gradients are kept if they take at most an eighth of the budget.
+    """
     first = request.rows(slice(0, PROBED_SAMPLES))
     return probe_rows(request.model, first, request.selected, request.budget // 8)
 
@@ -193,9 +205,9 @@ def _samples_at_once(
     probe: SketchProbe,
     weights: int,
 ) -> int:
-    """How many samples run in one pass within the budget.
+    """How many samples run in one pass: as many as fit the budget and the processor's cache.
 
-    Larger results leave the processor's cache, smaller ones wait for the weights.
+    With fewer, a pass mostly waits for the weights to be read.
 
     Args:
         request: the samples and settings.
@@ -216,6 +228,8 @@ def _samples_at_once(
 class SketchRun:
     """Computes J s for the rows of one request and k tangents s, and projects gradients by it.
 
+    J is the Jacobian of the logits; the gradient Jᵀv has the projection v·(J s) on a tangent s.
+
     Attributes:
         plan: the plan of the request.
         request: the samples, directions and settings.
@@ -235,13 +249,18 @@ class SketchRun:
 
     @property
     def _key(self) -> Key:
-        """The key of the function that computes J s in the cache."""
+        """The cache key of the function that computes J s."""
         return ("jvp function", self.request.shapes, tuple(self.tangents.parameters))
 
     def function(self) -> JvpFunction:
-        """Find a function that computes J s as plain autograd confirms; cached per input shape."""
+        """Find a function whose J s agree with plain autograd; cached per input shape.
+
+        Raises:
+            QualmsError: if no function agrees.
+        """
 
         def find() -> JvpFunction:
+            """Choose the function; plain autograd runs now if its rows come from another batch."""
             if self.plan.check_rows is None:
                 _, self.plan.check_rows = _probe_first_rows(self.request)
             function = find_jvp_function(self.plan.probe, self.plan.check_rows, self.tangents[0])
@@ -251,14 +270,14 @@ class SketchRun:
         return self.cache.once(self._key, find)
 
     def blocks(self) -> list[slice]:
-        """Split the samples into blocks whose rows and projections fit half of the budget."""
+        """Split the samples into blocks whose input rows and projections fit half of the budget."""
         first = self.request.rows(slice(0, 1))
         input_bytes = sum(t.nbytes for t in batch_tensors(first.batch))
         sample_bytes = input_bytes + DOUBLES * self.num_tangents * self.plan.probe.classes
         return slices(self.request.num_samples, max(1, self.request.budget // (2 * sample_bytes)))
 
     def project_block(self, block: slice) -> tuple[Tensor, Tensor]:
-        """Project the gradients of a block of samples (`_project`).
+        """Compute the projections [k, b, m] and the logits [b, c] of a block of samples.
 
         If that fails with a cached function, which was confirmed on other samples, a function is
         confirmed on these samples, and the block runs again.
@@ -267,6 +286,7 @@ class SketchRun:
         try:
             return self._project(block, function)
         except QualmsError:
+            # The function was confirmed on these samples.
             if self.plan.check_rows is not None:
                 raise
         self.cache.forget(self._key)
@@ -277,7 +297,14 @@ class SketchRun:
         block: slice,
         function: JvpFunction,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the projections [k, b, m] and the logits [b, c] of a block of samples."""
+        """Compute the projections [k, b, m] and the logits [b, c] of a block of samples.
+
+        A block of one row first tries several tangents in one pass.
+
+        Args:
+            block: the indices of the samples.
+            function: computes J s for a batch of rows and one tangent.
+        """
         step = self.plan.samples_at_once
         batches: list[ModelInput] = []
         for start in range(block.start, block.stop, step):
@@ -294,7 +321,17 @@ class SketchRun:
         batches: list[ModelInput],
         function: JvpFunction,
     ) -> tuple[Tensor, Tensor]:
-        """Run one pass for each tangent and batch; returns what `_project` returns."""
+        """Run one pass for each tangent and batch, as many rows at once as the plan says.
+
+        Each batch is checked with the first tangent before others are used (`check_batches`).
+
+        Args:
+            batches: the rows of the block's samples, batch by batch.
+            function: computes J s for a batch of rows and one tangent.
+
+        Returns:
+            The projections [k, b, m] and the logits [b, c] of the block's samples.
+        """
         model = self.request.model
         s = self.tangents[0]
         checked = check_batches(function, model, self.plan.probe, batches, s, self.cache)
@@ -303,19 +340,25 @@ class SketchRun:
             [self._project_rows(rows, c.first)] for rows, c in zip(batches, checked, strict=True)
         ]
         for number in range(1, self.num_tangents):
-            del s  # before the next one is drawn: each is as large as the weights
+            # Before the next one is drawn: each is as large as the weights.
+            del s
             s = self.tangents[number]
             for i, rows in enumerate(batches):
                 product = checked[i].function(model, rows, s)
                 projections[i].append(self._project_rows(rows, product))
         logits: list[Tensor] = []
         for rows, c in zip(batches, checked, strict=True):
-            logits.append(c.first.logits[:: rows.rows_per_sample])
+            logits.append(c.first.logits[:: rows.rows_per_sample])  # without perturbed copies
         values = torch.cat([torch.stack(per_tangent) for per_tangent in projections], dim=1)
         return values, torch.cat(logits)
 
     def _project_rows(self, rows: ModelInput, product: Jvp) -> Float[Tensor, "b m"]:
-        """Compute v·(J s) for each sample and direction v, from the logits and J s of their rows."""
+        """Compute v·(J s) for each sample and direction v, averaged over the rows of the sample.
+
+        Args:
+            rows: the rows of the samples.
+            product: the logits of these rows and J s for one tangent s.
+        """
         groups = (-1, rows.rows_per_sample)
         z = product.logits.unflatten(0, groups)
         dz = product.derivative.unflatten(0, groups)
@@ -347,6 +390,7 @@ class SketchRun:
             return None
 
         def run() -> Jvp:
+            """Run the stacked tangents; compare the first with a pass of its own, once."""
             alone = None if confirmed else function(self.request.model, row, self.tangents[0])
             stacked = self._stacked_products(row, at_once)
             first = Jvp(stacked.logits, stacked.derivative[0])
@@ -364,7 +408,12 @@ class SketchRun:
         return torch.stack(values), products.logits
 
     def _stacked_products(self, row: ModelInput, at_once: int) -> Jvp:
-        """Compute the logits [1, c] of a row, and J s [k, 1, c] for all tangents s."""
+        """Compute the logits [1, c] of a row, and J s [k, 1, c] for all tangents s.
+
+        Args:
+            row: the row.
+            at_once: how many tangents run in one pass.
+        """
         derivatives: list[Tensor] = []
         for part in slices(self.num_tangents, at_once):
             stacked: Tangent = self.tangents.stack(part.start, part.stop)

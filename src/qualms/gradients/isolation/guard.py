@@ -23,8 +23,8 @@ from qualms.gradients.isolation.snapshot import (
 
 # One thread at a time, whatever the model: the random state, the switches of attention kernels,
 # forward mode, the compiler's stance and Python's filters of warnings belong to the process, and
-# two models may share modules. Nearly all the time goes to torch's operations, which have threads
-# of their own, so more of ours would gain little.
+# two models may share modules. Nearly all the time goes to torch's operations, which run on several
+# threads each, so running two models at once would gain little.
 _ONE_AT_A_TIME = threading.RLock()
 
 
@@ -105,6 +105,8 @@ def preserve_state(model: object) -> Iterator[nn.Module]:
     with _ONE_AT_A_TIME, interrupts.defer_interrupts():
         parameter = next(inner.parameters(), None)
         device = None if parameter is None else parameter.device
+        # Inside, the default device is the CPU. A model built for another default gets its
+        # parameters' device back in each forward pass (`isolate_forward`).
         device_of_new = None if torch.get_default_device().type == "cpu" else device
         with _set_process_state(inner, device):
             fingerprint = model_fingerprint(inner)
@@ -117,7 +119,8 @@ def preserve_state(model: object) -> Iterator[nn.Module]:
 def _set_process_state(model: nn.Module, device: torch.device | None) -> Iterator[None]:
     """Set what belongs to the process, not to the model; on exit it is restored.
 
-    Inside: the CPU as default device, autograd on, a copy of the random state, and no compilation.
+    Inside: the CPU as default device, autograd on, and compiled models run without compilation.
+    Random numbers drawn inside leave no trace: the generators' states are restored.
 
     Args:
         model: the model.
@@ -158,7 +161,8 @@ def _isolated_modules(
     Args:
         model: the model.
         fingerprint: the model's fingerprint on entry.
-        device: device for tensors that the model creates without naming one.
+        device: device for tensors that the model creates without naming one; None for torch's
+            default.
     """
     modules = list(model.modules())
     containers = ModuleContainers(modules)
@@ -168,7 +172,8 @@ def _isolated_modules(
         stack.callback(restore_tensors, copy_tensors(tensors))
         stack.callback(restore_contents, containers.copy_all())
         stack.enter_context(_evaluation_mode(model, modules, bool(switching)))
-        if switching:  # the switch may have replaced their containers
+        # An overridden `train` or `eval` may have replaced a module's containers.
+        if switching:
             containers = ModuleContainers(modules)
         stack.enter_context(_register(model, _Guard(fingerprint, containers, device)))
         yield
@@ -181,12 +186,14 @@ def _written_parameters(
 
     Args:
         modules: all modules of a model.
-        switching: those with their own `train` or `eval`, which may write to their parameters.
+        switching: the modules that override `train` or `eval`, and may write to their parameters
+            there.
     """
     written: list[Tensor] = []
     for m in switching:
         written += m.parameters(recurse=False)
-    for m in modules:  # embeddings with a largest norm rescale their weight
+    # In a forward pass, embeddings with `max_norm` rescale rows of their weight.
+    for m in modules:
         if getattr(m, "max_norm", None) is not None and isinstance(m.weight, Tensor):
             written.append(m.weight)
     return written
@@ -196,8 +203,9 @@ def _written_parameters(
 def isolate_forward(model: nn.Module) -> Iterator[None]:
     """Restore the attributes of a model's modules after the forward pass inside the block.
 
-    For a model inside `preserve_state`; others are left alone. A tensor that one pass caches on a
-    module has the graph of that pass, or none: either would be wrong for the next pass.
+    A model outside `preserve_state` is left alone. A tensor that one pass caches on a module has
+    the graph of that pass, or none: either would be wrong for the next pass. A Ctrl-C recorded
+    before is raised on entry.
     """
     interrupts.deliver()
     guard = _guards.get(id(model))
@@ -219,7 +227,7 @@ def entry_fingerprint(model: nn.Module) -> ModelFingerprint:
 
 @contextmanager
 def _register(model: nn.Module, guard: _Guard) -> Iterator[None]:
-    """Register the guard of a model; on exit the guard of an outer `preserve_state` is back."""
+    """Register a model's guard; on exit, the guard of an outer `preserve_state` block is back."""
     outer = _guards.get(id(model))
     _guards[id(model)] = guard
     try:
@@ -239,8 +247,8 @@ def _evaluation_mode(
     Args:
         model: the model.
         modules: all modules of the model.
-        call_methods: whether some modules have their own `train` or `eval`, which may drop a cache
-            when training begins. Both are then called, so that the pass starts without a cache.
+        call_methods: whether some modules override `train` or `eval`, and may drop a cache when
+            training begins. Both are then called, so that the pass starts without a cache.
     """
     # A frozen script module has no mode.
     modes = [(m, m.training) for m in modules if hasattr(m, "training")]
@@ -261,7 +269,7 @@ def _evaluation_mode(
 
 
 def _switch_mode(model: nn.Module, training: bool) -> None:
-    """Call the model's `train` or `eval`."""
+    """Call the model's `train()` or `eval()`; does nothing for a model without modes."""
     switch = model.train if training else model.eval
     with suppress(NotImplementedError):  # an exported graph has no modes
         switch()
@@ -276,6 +284,7 @@ def _switches_modes_itself(m: nn.Module) -> bool:
 
 def _require_same_weights(model: nn.Module, fingerprint: ModelFingerprint) -> None:
     """Raise QualmsError if a parameter has changed since the fingerprint was taken."""
+    # The fingerprint lists the parameters, then the buffers; `zip` stops after the parameters.
     for (name, p), before in zip(model.named_parameters(), fingerprint.tensors, strict=False):
         if tensor_checksum(p) != before:
             raise QualmsError(
@@ -285,7 +294,7 @@ def _require_same_weights(model: nn.Module, fingerprint: ModelFingerprint) -> No
 
 @contextmanager
 def all_parameters_differentiable(model: nn.Module) -> Iterator[None]:
-    """Set `requires_grad` for frozen parameters too; on exit they are frozen again."""
+    """Set `requires_grad` for frozen floating-point parameters; on exit they are frozen again."""
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     try:
         for p in frozen:

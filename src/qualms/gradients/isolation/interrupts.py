@@ -14,11 +14,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-PATIENCE = 5.0  # seconds after which a second Ctrl-C is raised at once: the model may hang
+# Seconds after which a second Ctrl-C is raised at once: the model may hang.
+PATIENCE = 5.0
 
 SignalHandler = Callable[[int, FrameType | None], Any]
 
+# When a Ctrl-C was recorded; None if none is pending.
 _pending_since: float | None = None
+# The handler that `_record` replaces.
 _handler_before: SignalHandler = signal.default_int_handler
 
 
@@ -26,7 +29,8 @@ _handler_before: SignalHandler = signal.default_int_handler
 def defer_interrupts() -> Iterator[None]:
     """Make Ctrl-C wait for the next `deliver`, or for the end of the block.
 
-    Only the main thread receives signals; other threads run as usual.
+    Only the main thread receives signals; other threads run as usual. A block inside another one
+    changes nothing.
     """
     global _pending_since, _handler_before
     handler = signal.getsignal(signal.SIGINT)
@@ -47,7 +51,8 @@ def defer_interrupts() -> Iterator[None]:
 def deliver() -> None:
     """Handle a recorded Ctrl-C now, by the signal handler that `defer_interrupts` replaced.
 
-    Python's own handler raises KeyboardInterrupt; the user may have installed another one.
+    Does nothing if none was recorded. Python's own handler raises KeyboardInterrupt; the user may
+    have installed another one.
     """
     global _pending_since
     if _pending_since is None or not _in_main_thread():
@@ -57,7 +62,10 @@ def deliver() -> None:
 
 
 def _record(signum: int, frame: FrameType | None) -> None:
-    """Record a Ctrl-C; raise it at once if the first is pending for more than PATIENCE seconds."""
+    """Record a Ctrl-C for `deliver`: the signal handler inside `defer_interrupts`.
+
+    If one is already pending for more than PATIENCE seconds, it is delivered at once.
+    """
     global _pending_since
     if _pending_since is None:
         _pending_since = time.monotonic()
@@ -66,4 +74,5 @@ def _record(signum: int, frame: FrameType | None) -> None:
 
 
 def _in_main_thread() -> bool:
+    """Whether this is the main thread, the only one that may set signal handlers."""
     return threading.current_thread() is threading.main_thread()

@@ -17,11 +17,14 @@ from torch import Tensor, nn
 DICTS = (dict, OrderedDict, defaultdict)
 OTHER_CONTAINERS = (list, set, deque)
 ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-GRID_COLUMNS = 64  # 8-byte words in a row of the grid that `sum_bits` lays the bits out in
-MAX_HASHED_BYTES = 2**14  # up to this size Python's `hash` is faster than sums on tensors
+# 8-byte words in a row of the grid that `sum_bits` lays the bits out in.
+GRID_COLUMNS = 64
+# Up to this size Python's `hash` is faster than sums on tensors.
+MAX_HASHED_BYTES = 2**14
 BYTES_OF_WORD = 8
 
-Contents = list[tuple[Any, Any]]  # pairs of a container and a shallow copy of it
+# Pairs of a container and a shallow copy of it.
+Contents = list[tuple[Any, Any]]
 
 
 class ModuleContainers:
@@ -29,6 +32,12 @@ class ModuleContainers:
 
     Args:
         modules: all modules of a model.
+
+    Attributes:
+        dicts: each module's `__dict__`, its tables of parameters and buffers, and the dictionaries
+            among its own attributes. Empty tables are left out.
+        others: the lists, sets and deques among the attributes.
+        tensors: the tensors among the attributes that are neither parameters nor buffers.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -36,7 +45,8 @@ class ModuleContainers:
         attributes: list[Any] = []
         for m in modules:
             if isinstance(m, torch.jit.ScriptModule):
-                continue  # its attributes are not Python's; its buffers are restored like all
+                # Its attributes are not Python objects; its buffers are restored anyway.
+                continue
             self.dicts += [d for d in (vars(m), m._parameters, m._buffers) if d]
             for name, value in vars(m).items():
                 if name not in ATTRIBUTES_OF_EVERY_MODULE:
@@ -50,7 +60,7 @@ class ModuleContainers:
         return [(container, container.copy()) for container in (*self.dicts, *self.others)]
 
     def copy_dicts(self) -> Contents:
-        """Copy attributes and dictionaries only, where modules keep caches, for `restore_contents`.
+        """Copy `dicts` alone, where modules keep caches, for `restore_contents`.
 
         Done in every forward pass, so lists, which may be long, are left out.
         """
@@ -58,7 +68,7 @@ class ModuleContainers:
 
 
 def restore_contents(contents: Contents) -> None:
-    """Restore the containers that do not hold the same objects as their copies."""
+    """Write the copies back, in place, to the containers whose contents have changed."""
     for container, before in contents:
         if _holds_same(container, before):
             continue
@@ -71,6 +81,7 @@ def restore_contents(contents: Contents) -> None:
 
 def _holds_same(container: Any, before: Any) -> bool:
     """Whether a container holds the same objects, in the same order, as a copy of it."""
+    # Iterating over a dictionary gives its keys; its values are compared below.
     if len(container) != len(before) or not all(map(is_, container, before)):
         return False
     if type(container) not in DICTS:
@@ -104,7 +115,7 @@ def restore_tensors(copies: Iterable[TensorCopy]) -> None:
 
 
 def _differs(copy: TensorCopy) -> bool:
-    """Whether a tensor has changed since it was copied: by values, or by version if sparse."""
+    """Whether a tensor has changed since it was copied: by its values, or its version if sparse."""
     t, version, value = copy
     if t.layout == torch.strided:
         return not torch.equal(t, value)
@@ -112,7 +123,7 @@ def _differs(copy: TensorCopy) -> bool:
 
 
 def _version(t: Tensor) -> int:
-    """Return a tensor's version counter; 0 for inference tensors, which have none."""
+    """Return torch's count of writes to a tensor; 0 for inference tensors, which have none."""
     return 0 if t.is_inference() else t._version
 
 
@@ -132,7 +143,8 @@ class ModelFingerprint(NamedTuple):
     """A model's state: two fingerprints are equal if the model computes the same function.
 
     Attributes:
-        modules: the identity and the plain attributes of every module.
+        modules: for each module its `id`, and the names and values of its plain attributes:
+            numbers, flags and strings.
         tensors: the checksums of all parameters, then of all buffers.
     """
 
@@ -165,7 +177,7 @@ def _plain_attributes(module: nn.Module) -> tuple[tuple[str, object], ...]:
 
 
 def tensor_checksum(t: Tensor) -> TensorChecksum:
-    """Compute the checksum of a tensor, with its address, shape and type."""
+    """Compute the checksum of a tensor, with its address (`id` if sparse), shape and type."""
     address = t.data_ptr() if t.layout == torch.strided else id(t)
     return TensorChecksum(address, tuple(t.shape), t.dtype, sum_bits(t))
 
@@ -173,27 +185,29 @@ def tensor_checksum(t: Tensor) -> TensorChecksum:
 def sum_bits(t: Tensor) -> int:
     """Compute a checksum of a tensor's bits; 0 for meta, quantized, sparse and empty tensors.
 
-    The bits are summed as integers, so that no change of a value is too small to show. The sums of
-    a grid's rows and columns are weighted by their positions, so that swapped entries show as well.
-    Small tensors are hashed.
+    The bits are summed as integers, so that no change of a value is too small to show. They are
+    laid out in a grid, and the sums of its rows and columns are weighted by their positions, so
+    that swapped entries show as well. Small tensors on the CPU are hashed instead; Python's hashes
+    differ between processes, so checksums are compared within one process only.
     """
     if t.is_meta or t.is_quantized or t.layout != torch.strided or t.numel() == 0:
         return 0
     flat = t.detach().contiguous().reshape(-1)
     offset = flat.storage_offset() * flat.element_size()
-    if offset % BYTES_OF_WORD:  # a view as words must begin at a multiple of eight bytes
+    # A view as words must begin at a multiple of eight bytes.
+    if offset % BYTES_OF_WORD:
         flat = flat.clone()
     octets = flat.view(torch.uint8)
     if len(octets) <= MAX_HASHED_BYTES and octets.device.type == "cpu":
         return hash(octets.numpy().tobytes())
     row = BYTES_OF_WORD * GRID_COLUMNS
-    whole = len(octets) // row * row
+    whole = len(octets) // row * row  # number of bytes in full rows
     grid = octets[:whole].view(torch.int64).view(-1, GRID_COLUMNS)
     remainder = octets[whole:].long()  # bytes that fill no row
     return sum(map(_position_weighted_sum, (grid.sum(0), grid.sum(1), remainder)))
 
 
 def _position_weighted_sum(v: Tensor) -> int:
-    """Σ_i i v_i, modulo 2⁶⁴."""
+    """Compute Σ_i i v_i for i = 1, 2, …; int64 wraps around, so this is modulo 2⁶⁴."""
     positions = torch.arange(1, len(v) + 1, device=v.device)
     return int((v * positions).sum())

@@ -34,7 +34,10 @@ MAX_FORMATTED_BYTES = 2**24
 
 
 class Jvp(NamedTuple):
-    """The logits of a batch of rows, and their derivative J s along a tangent s on the weights."""
+    """The logits of a batch of rows, and their derivative J s along a tangent s on the weights.
+
+    Both are [k, rows, c] if `forward_mode` was given k tangents.
+    """
 
     logits: Float[Tensor, "rows c"]
     derivative: Float[Tensor, "rows c"]
@@ -49,7 +52,7 @@ def forward_mode(
     tangent: Tangent,
     several: bool = False,
 ) -> Jvp:
-    """Compute the exact J s by one pass with dual numbers.
+    """Compute the exact J s by one pass with dual numbers (`torch.func.jvp`).
 
     Args:
         model: the model, inside `preserve_state`.
@@ -63,6 +66,7 @@ def forward_mode(
     convert = _is_channels_last(x) and nbytes <= MAX_FORMATTED_BYTES
 
     def reformat(t: Tensor) -> Tensor:
+        """Copy a convolution kernel, or its tangent, to channels-last if the images are."""
         if convert and t.ndim == 4:
             return t.contiguous(memory_format=torch.channels_last)
         return t
@@ -93,7 +97,7 @@ def forward_mode(
 
 
 def _is_channels_last(x: Tensor) -> bool:
-    """Whether a batch of images is stored in channels-last format only."""
+    """Whether `x` is a batch of images stored in channels-last format, and not contiguous too."""
     if x.ndim != 4 or x.is_contiguous():
         return False
     return x.is_contiguous(memory_format=torch.channels_last)
@@ -102,6 +106,8 @@ def _is_channels_last(x: Tensor) -> bool:
 @torch.no_grad()
 def central_difference(model: nn.Module, model_input: ModelInput, tangent: Tangent) -> Jvp:
     """Approximate J s by (z(θ + εs) - z(θ - εs)) / 2ε, in double precision.
+
+    Takes three passes: the logits at the unchanged weights are returned too.
 
     Args:
         model: the model, inside `preserve_state`.
@@ -118,7 +124,7 @@ def central_difference(model: nn.Module, model_input: ModelInput, tangent: Tange
     tangent = {name: s.double() for name, s in tangent.items()}
 
     def logits_after(step: float, keep_padding: ConstantPadding) -> Tensor:
-        """Compute z(θ + step · s)."""
+        """Compute z(θ + step · s); `keep_padding` records or replaces embeddings of padding."""
         moved = {name: state[name] + step * s for name, s in tangent.items()}
         with keep_padding:
             return logits_at(state | moved, model_input)
@@ -138,8 +144,8 @@ def _difference_step(state: Tangent, tangent: Tangent) -> float:
         state: parameters and buffers of the model in double precision, by name.
         tangent: the tangent s, by the parameter's name.
     """
-    size = sum(float(state[name].square().sum()) for name in tangent) ** 0.5
-    length = sum(float(s.square().sum()) for s in tangent.values()) ** 0.5
+    size = sum(float(state[name].square().sum()) for name in tangent) ** 0.5  # ‖θ‖
+    length = sum(float(s.square().sum()) for s in tangent.values()) ** 0.5  # ‖s‖
     eps = torch.finfo(torch.double).eps
     return eps ** (1 / 3) * max(size, 1e-3) / max(length, 1e-30)
 
@@ -169,7 +175,8 @@ class LogitsAt:
         tensors = (*model.named_parameters(), *model.named_buffers())
         names = {id(t): name for name, t in tensors}
         self.inner = _LogitsModule(model)
-        # pairs of a tensor's name in `inner` and its name in the model
+        # Pairs of a tensor's name in `inner` and its name in the model. A tied tensor has several
+        # names in `inner`, and one in the model.
         self.places: list[tuple[str, str]] = []
         for owner, m in self.inner.named_modules():
             for named in (m.named_parameters, m.named_buffers):
@@ -199,10 +206,12 @@ class _LogitsModule(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        # For this wrapper only: `eval()` would also call the `train` of the model's modules, which
+        # are in evaluation mode already and may override it.
         self.training = False
 
     def forward(self, model_input: ModelInput) -> Tensor:
-        """Compute the logits of the rows."""
+        """Compute the logits [rows, c]."""
         return forward_logits(self.model, model_input)
 
 
@@ -237,11 +246,13 @@ class ConstantPadding(CallMode):
         if name_of(func) != "embedding":
             return out
         is_functional = func is F.embedding
+        # The functional form and the one in exported graphs order their arguments differently.
         names = EMBEDDING if is_functional else ATEN_EMBEDDING
         arguments = bind_arguments(names, args, kwargs)
         if arguments.get("scale_grad_by_freq"):
             raise QualmsError("an embedding scales its gradients by frequency; use engine='exact'.")
         padding = arguments.get("padding_idx")
+        # Below 0, aten's index means no padding; the functional form counts it from the end.
         if padding is None or (padding < 0 and not is_functional):
             return out
         if self.record is not None:
@@ -254,7 +265,10 @@ class ConstantPadding(CallMode):
 
 @contextmanager
 def attention_with_forward_rule() -> Iterator[None]:
-    """Inside: attention runs by `Attention`, or by torch's kernel with a forward rule."""
+    """Inside: attention runs by `Attention`, or by torch's kernel that has a forward-mode rule.
+
+    torch's fused attention kernels, and the fused path of its transformer layers, have none.
+    """
     mha: Any = torch.backends.mha
     before = mha.get_fastpath_enabled()
     mha.set_fastpath_enabled(False)
@@ -274,6 +288,7 @@ class Attention(torch.autograd.Function):
         do = P dv + A v - r ∘ o,  where r is the sum of each row of A.
     """
 
+    # `forward_mode` maps over several tangents by `vmap`.
     generate_vmap_rule = True
 
     @staticmethod
@@ -312,13 +327,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *_: Any) -> tuple[Tensor, None]:
-        """Compute the tangent of o from those of q, k and v; P gets none.
+        """Push the tangents of q, k and v forward to o; P gets no tangent.
 
         Args:
             ctx: what `setup_context` has saved.
             dq: tangent of the queries.
             dk: tangent of the keys.
             dv: tangent of the values.
+            _: for the mask and the scale; unused.
         """
         q, k, v, out, probs = ctx.saved_tensors
         left = torch.cat([dq * ctx.scale, q * ctx.scale], -1)
@@ -328,10 +344,13 @@ class Attention(torch.autograd.Function):
 
 
 class DifferentiableAttention(CallMode):
-    """A function mode that runs `Attention` instead, but for dropout and additive masks."""
+    """A function mode that runs `Attention` in place of torch's `scaled_dot_product_attention`.
+
+    Calls with dropout, an additive mask or vectors for queries are left to torch.
+    """
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func`, or `Attention` in its place."""
+        """Call `func`, or `Attention` in its place, and return the result."""
         if name_of(func) != "scaled_dot_product_attention":
             return run_function(func, args, kwargs)
         arguments = bind_arguments(ATTENTION, args, kwargs)
@@ -347,7 +366,7 @@ class DifferentiableAttention(CallMode):
         if arguments.get("is_causal"):
             square = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
             mask = square.tril()
-        if mask is not None:
+        if mask is not None:  # boolean: True where a key is seen
             zeros = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
             mask = zeros.masked_fill(~mask, -torch.inf)
         scale = arguments.get("scale")

@@ -35,7 +35,7 @@ class Projections:
 
     @property
     def scale(self) -> Float[Tensor, "b m"]:
-        """The estimated norm of each gradient."""
+        """The estimated norm of each gradient: the scale of the law of its k projections."""
         if self.law == "normal":
             return normal_scale(self.values)
         return cauchy_scale(self.values)
@@ -48,10 +48,10 @@ class Projections:
         return self.scale.square()
 
     def influence(self, scale: Float[Tensor, "b m"], j: int) -> Float[Tensor, "b m"]:
-        """Compute the influence of projection j on the estimates, to first order.
+        """Compute the influence function of projection j: its part in each estimate's error.
 
-        The sum of its squares over j is the variance of an estimate. Under the Cauchy law the
-        derivative of log p(t) with respect to log γ is (t² - γ²)/(t² + γ²), with variance 1/2.
+        To first order; the sum of the squares over j estimates the variance. Under the Cauchy law,
+        the derivative of log p(t) with respect to log γ is (t² - γ²)/(t² + γ²), with variance 1/2.
 
         Args:
             scale: the estimated norms γ.
@@ -70,7 +70,10 @@ class Projections:
         scale: Float[Tensor, "b m"],
         weights: Float[Tensor, "b m"],
     ) -> Float[Tensor, " b"]:
-        """Compute the standard error of Σ_m w_m scale_m; the m estimates share tangents.
+        """Compute the standard error of Σ_m w_m scale_m.
+
+        The m estimates share tangents, so their errors are correlated: influences are added up
+        over m before they are squared.
 
         Args:
             scale: the estimated norms.
@@ -82,7 +85,7 @@ class Projections:
         return variance.sqrt()
 
     def error(self, scale: Float[Tensor, "b m"]) -> Float[Tensor, "b m"]:
-        """Compute the standard error of each estimated norm."""
+        """Compute the standard error of each estimated norm, given these norms as `scale`."""
         variance = torch.zeros_like(scale)
         for j in range(len(self.values)):
             variance = variance + self.influence(scale, j).square()
@@ -109,7 +112,7 @@ def cauchy_scale(t: Float[Tensor, "k b m"]) -> Float[Tensor, "b m"]:
     The equation Σ_j t_j² / (t_j² + γ²) = k/2 is solved by bisection of log γ² between the smallest
     and the largest t².
     """
-    square = t.square().clamp_min(TINY)
+    square = t.square().clamp_min(TINY)  # its logarithm is finite
     low = square.amin(0).log()
     high = square.amax(0).log()
     for _ in range(BISECTION_STEPS):
@@ -118,5 +121,5 @@ def cauchy_scale(t: Float[Tensor, "k b m"]) -> Float[Tensor, "b m"]:
         is_above = share.mean(0) > 0.5
         low = torch.where(is_above, middle, low)
         high = torch.where(is_above, high, middle)
-    scale = ((low + high) / 4).exp()
+    scale = ((low + high) / 4).exp()  # γ from log γ² = (low + high) / 2
     return torch.where(t.any(0), scale, 0.0)  # 0 if all draws are 0

@@ -53,6 +53,8 @@ DIFFERENCE_TOLERANCE = 1e-3
 class CheckRows:
     """Rows with their gradients along a random direction of the logits, by plain autograd.
 
+    A direction v of the logits has the gradient Jᵀv, to compare with a tangent's product J s.
+
     Attributes:
         model: the model, inside `preserve_state`.
         rows: the rows, each as a batch of one row.
@@ -79,10 +81,10 @@ class CheckRows:
 
 @dataclass(frozen=True)
 class SketchProbe(ModelProfile):
-    """What the first rows show of a model.
+    """What the first rows show of a model; `ModelProfile` has further attributes.
 
     Attributes:
-        counted: names of the parameters whose layers count.
+        counted: names of the parameters whose layers count in a score.
         compare_alone: whether each row of a batch has to be checked against a pass on that row
             alone. Otherwise passes on two halves of the batch are enough to show whether rows
             influence each other.
@@ -110,10 +112,12 @@ def probe_rows(
         What the rows show of the model, and the rows that products are checked on.
 
     Raises:
-        QualmsError: if the model is random, or uses none of the selected parameters.
+        QualmsError: if the model gives other logits the second time, or uses none of the selected
+            parameters.
     """
     first = FirstSample.of(model, model_input, selected)
     others = _other_rows(model_input)
+    # One gradient takes as much memory as the parameters.
     gradient_bytes = sum(p.nbytes for p in selected.values())
     keep = room is None or (1 + len(others)) * gradient_bytes <= room
     used = set(first.gradient)
@@ -154,8 +158,12 @@ def _trace_first(
         first: logits and gradients of the first row, by plain autograd.
         model_input: a batch of rows.
         selected: the selected parameters, by name.
-        used: names of the parameters that at least one of the rows uses.
+        used: names of the parameters that at least one of the check rows uses.
         model: the model, inside `preserve_state`.
+
+    Returns:
+        The probe. If the first row cannot be traced, the probe is conservative: all selected
+        parameters count, and each row is compared with a pass on that row alone.
     """
     classes, logits_bytes = first.logits.shape[1], first.logits.nbytes
     trace = partial(record_forward, model, first.rows, selected)
@@ -185,9 +193,9 @@ def _mixes_rows(
     shapes_of_one: Sequence[Shapes],
     selected: dict[str, Tensor],
 ) -> bool:
-    """Whether the model computes something from several rows at once.
+    """Whether the model computes something from several rows at once, such as a maximum.
 
-    That shows in shapes that are the same in a pass over two rows as in a pass over one.
+    The result of such an operation has the same shape in a pass over two rows as in one over one.
 
     Args:
         model: the model, inside `preserve_state`.
@@ -212,9 +220,11 @@ def _takes_channels_last(model: nn.Module, first: FirstSample, selected: dict[st
     """
     if not wants_channels_last(first.rows):
         return False
+    # Only the logits are compared, so any tangent will do: the weights are at hand.
     weights = {name: p.detach() for name, p in selected.items()}
 
     def compare() -> bool:
+        """Run the first row in channels-last format, and compare its logits."""
         z, _ = forward_mode(model, in_channels_last(first.rows), weights)
         return close_logits(z, first.logits, first.precision)
 
@@ -229,9 +239,12 @@ def find_jvp_function(probe: SketchProbe, check_rows: CheckRows, tangent: Tangen
     """Choose the first of `JVP_FUNCTIONS` that agrees with plain autograd on all check rows.
 
     Args:
-        probe: the model's probe.
+        probe: what the first rows show of the model.
         check_rows: rows with their gradients by plain autograd.
         tangent: the tangent s to check with.
+
+    Returns:
+        The function, which computes J s of a batch.
 
     Raises:
         QualmsError: if none of the functions agrees.
@@ -256,7 +269,7 @@ def _describe_mismatch(
 
     Args:
         function: computes J s.
-        probe: the model's probe.
+        probe: what the first rows show of the model.
         check_rows: rows with Jᵀv by plain autograd.
         tangent: the tangent s.
 
@@ -271,6 +284,7 @@ def _describe_mismatch(
             if name in tangent:
                 terms = g.double().flatten() * tangent[name].double().flatten()
                 want += float(terms.sum())
+                # Bounds rounding where terms cancel.
                 square += float(terms.square().sum())
         tolerance = DIFFERENCE_TOLERANCE
         if function is forward_mode:
@@ -307,13 +321,17 @@ def check_batches(
     Args:
         function: computes J s of a batch.
         model: the model, inside `preserve_state`.
-        probe: the model's probe.
+        probe: what the first rows show of the model.
         batches: the batches of rows.
         tangent: the tangent s to check with.
         cache: cache that warns the user, once, if rows run one at a time.
+
+    Returns:
+        For each batch, how to compute its products, and those with `tangent`.
     """
 
     def run_together(model_input: ModelInput) -> Jvp:
+        """Run the rows at once; raises NotBatchable if they influence each other."""
         together = function(model, model_input, tangent)
         _require_independent_rows(function, model, probe, model_input, tangent, together)
         return together
@@ -349,7 +367,7 @@ def _require_independent_rows(
     Args:
         function: computes J s of a batch.
         model: the model, inside `preserve_state`.
-        probe: the model's probe.
+        probe: what the first rows show of the model.
         model_input: the batch of rows.
         tangent: the tangent s.
         together: logits and J s of all rows in one batch.
@@ -357,6 +375,7 @@ def _require_independent_rows(
     precision = together.logits.dtype
     if function is forward_mode:
         precision = coarser(precision, probe.precision)
+    # One row at a time, or two halves of the batch.
     groups = None if probe.compare_alone else 2
     apart = _in_groups(function, groups)(model, model_input, tangent)
     if probe.compare_alone:
@@ -378,14 +397,14 @@ def same_products(have: Jvp, want: Jvp, precision: torch.dtype) -> bool:
 
 
 def _require_repeatable_rows(model: nn.Module, model_input: ModelInput) -> None:
-    """Raise QualmsError if a second pass on a single row gives other logits."""
+    """Run each row twice, alone, and raise QualmsError if the logits differ."""
     for number in range(num_samples(model_input.batch)):
         row = model_input.take([number])
         check_repeatable(model, row, forward_logits(model, row))
 
 
 def _in_groups(function: JvpFunction, groups: int | None = None) -> JvpFunction:
-    """Wrap a function so that it runs the rows in several smaller batches, with J s in row order.
+    """Wrap a function so that it runs the rows in several smaller batches.
 
     Args:
         function: computes J s of a batch.
@@ -393,6 +412,7 @@ def _in_groups(function: JvpFunction, groups: int | None = None) -> JvpFunction:
     """
 
     def run(model: nn.Module, model_input: ModelInput, tangent: Tangent) -> Jvp:
+        """Run the smaller batches, and put logits and J s back in the order of the rows."""
         rows = num_samples(model_input.batch)
         dealt = strided_groups(rows, groups or rows)
         parts = [function(model, model_input.take(group), tangent) for group in dealt]

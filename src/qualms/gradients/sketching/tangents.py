@@ -19,12 +19,16 @@ from qualms.gradients.settings import Sketch
 from qualms.gradients.sketching.projections import Law
 from qualms.random import generator
 
-TANGENT_STREAM = 1_000_000_007  # makes the draws of tangents independent of those of samples
-GOLDEN = 0x9E3779B97F4A7C15  # odd; distance between the seeds of consecutive tangents
-MIN_SIGNS = 4096  # entries from which on a sum with random signs is close enough to normal
+# So that draws for tangents and draws for samples are independent.
+TANGENT_STREAM = 1_000_000_007
+# Odd; distance between the seeds of consecutive tangents.
+GOLDEN = 0x9E3779B97F4A7C15
+# Entries from which on a sum with random signs is close enough to normal.
+MIN_SIGNS = 4096
 
 Tangent = dict[str, Tensor]  # by the parameter's name
-WeightedLayer = tuple[Sequence[str], float]  # the names of its parameters, and its weight a_l
+# The names of its parameters, and its weight a_l.
+WeightedLayer = tuple[Sequence[str], float]
 
 
 @dataclass(frozen=True)
@@ -55,16 +59,17 @@ class TangentDistribution:
         return sum(p.nbytes for p in self.parameters.values())
 
     def draw(self, number: int, out: Tangent | None = None) -> Tangent:
-        """Draw one tangent.
+        """Draw one tangent; the same number always gives the same tangent.
 
         Args:
-            number: number of the tangent.
+            number: number of the tangent, from 0.
             out: contiguous tensors that the tangent is written to, by the parameter's name; new
                 ones by default.
         """
         drawn: Tangent = {}
         for names, weight in self.layers:
             scale = weight
+            # One more normal number for the whole layer.
             if self.law == "cauchy":
                 noise = _generator(self.seed, f"{min(names)} in common", number)
                 common = torch.randn((), generator=noise, dtype=torch.double)
@@ -100,8 +105,9 @@ class Tangents:
 
     distribution: TangentDistribution
     room: int = 0
-    _single: dict[int, Tangent] = field(default_factory=dict)
-    _stack: Tangent = field(default_factory=dict)  # k tangents, [k, …] for each parameter
+    _single: dict[int, Tangent] = field(default_factory=dict)  # kept tangents, by their number
+    # K tangents, [k, …] for each parameter.
+    _stack: Tangent = field(default_factory=dict)
     stack_range: tuple[int, int] = (0, 0)
 
     @property
@@ -126,6 +132,7 @@ class Tangents:
         return self.room // max(1, self.distribution.nbytes)
 
     def __getitem__(self, number: int) -> Tangent:
+        """Return the tangent of this number: a kept one, or a new draw, kept if `room` allows."""
         if number in self._single:
             return self._single[number]
         drawn = self.distribution.draw(number)
@@ -136,11 +143,12 @@ class Tangents:
     def stack(self, start: int, stop: int) -> Tangent:
         """Return the tangents `start` to `stop - 1` as a stack, [k, …] for each parameter.
 
+        At most `stack_size` tangents at once.
         The stack is overwritten by the next call for other numbers, which draws them: writing signs
         into allocated memory takes no longer than copying kept tangents would.
         """
         if not self._stack:
-            self._single.clear()
+            self._single.clear()  # the stack takes their room
             for name, p in self.parameters.items():
                 self._stack[name] = p.new_empty(self.stack_size, *p.shape).detach()
         if self.stack_range != (start, stop):
@@ -153,7 +161,7 @@ class Tangents:
 
 
 def _nbytes(tangent: Tangent) -> int:
-    """Return the bytes of a tangent."""
+    """Count the bytes of a tangent."""
     return sum(s.nbytes for s in tangent.values())
 
 
@@ -199,6 +207,7 @@ def tangents_of_model(
     """
 
     def make() -> Tangents:
+        """Set up the tangents, with what the cached ones leave of the memory as their room."""
         settings = request.settings
         groups = group_by_layer(request.model, counted, settings.granularity)
         weights = layer_weights(len(groups), lam or 0.0).tolist()
@@ -224,30 +233,33 @@ def write_signs(place: Tensor, scale: float, noise: torch.Generator) -> None:
         scale: absolute value of the entries.
         noise: generator of the random bytes.
     """
+    # A word of 64 bits has 64 signs; rounded up.
     num_words = -(-place.numel() // 64)
     words = torch.empty(num_words, dtype=torch.int64)
     words.random_(-(2**63), None, generator=noise)
     octets = words.view(torch.uint8)
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1  # of each byte, [256, 8]
+    # Row i has the eight entries ±scale that byte i stands for: [256, 8].
     signs_of_octet = (bits * 2 - 1).to(place).mul_(scale)
     index = octets.int().to(place.device)
     flat = place.view(-1)
     whole = place.numel() // 8
     end = 8 * whole
+    # One byte for each eight entries; the last entries, fewer than eight, get a byte of their own.
     torch.index_select(signs_of_octet, 0, index[:whole], out=flat[:end].view(-1, 8))
     if end < len(flat):
         flat[end:] = signs_of_octet[index[whole], : len(flat) - end]
 
 
 def _generator(seed: int, name: str, number: int) -> torch.Generator:
-    """Seed the generator of one parameter's part of one tangent."""
+    """Create the generator for one parameter's part of the tangent with this number."""
     state = _first_state(seed, name) + number * GOLDEN
     return torch.Generator().manual_seed(state % 2**64)
 
 
 @lru_cache(maxsize=2**14)
 def _first_state(seed: int, name: str) -> int:
-    """Return the seed of a parameter's part of tangent number 0.
+    """Return the seed for a parameter's part of tangent number 0, from which the others follow.
 
     Cached, since hashing a name takes longer than a small draw.
     """

@@ -30,7 +30,7 @@ from qualms.gradients.tracing.sample_axis import Layout
 
 @dataclass(frozen=True)
 class Summed:
-    """A gradient that is always written out in full, as those of biases and scales.
+    """A gradient that is always written out in full, such as the gradient of a bias or a scale.
 
     Args:
         write: maps the cotangents at the factor's edges to the gradients [b, *target.shape].
@@ -49,7 +49,10 @@ class Summed:
         return max(self.numel, self.multiplications)
 
     def without_graph(self) -> "Summed":
-        """Keep the sizes alone: `write` refers to tensors of a forward pass, which are freed."""
+        """Copy the sizes alone: `write` refers to tensors of a forward pass, which can be freed.
+
+        Calling `write` of the copy raises AssertionError.
+        """
         return Summed(raise_released, self.numel, self.multiplications)
 
     @classmethod
@@ -65,6 +68,7 @@ class Summed:
         """
 
         def write_single(cotangents: list[Tensor | None]) -> Tensor:
+            """Unpack the single cotangent, as `Summed.write` takes a list."""
             (d,) = cotangents
             assert d is not None
             return write(d)
@@ -81,6 +85,8 @@ class Summed:
     ) -> "Summed":
         """Build Σ_t δ_t s_t for a parameter in the shape of the last axes: others are summed over.
 
+        For the scale or bias of a layer normalization, or the bias of a linear layer.
+
         Args:
             samples: number of samples, b.
             layout: which axis of the cotangent δ [..., *target.shape] counts the rows.
@@ -89,6 +95,7 @@ class Summed:
         """
 
         def write(d: Tensor) -> Tensor:
+            """Sum over each sample's rows and positions."""
             leading = layout.leading(_scale(d, scale))
             return leading.reshape(samples, -1, *target.shape).sum(1)
 
@@ -106,6 +113,8 @@ class Summed:
     ) -> "Summed":
         """Build Σ_t δ_t s_t for a parameter with one entry per channel: rows and space are summed.
 
+        For the scale of a batch normalization, or the bias of a convolution.
+
         Args:
             samples: number of samples, b.
             layout: which axis of the cotangent δ [n, channel, *space] counts the rows.
@@ -115,6 +124,7 @@ class Summed:
         """
 
         def write(d: Tensor) -> Tensor:
+            """Sum over space, then over each sample's rows."""
             scaled = _scale(d, scale)
             if space:
                 scaled = scaled.sum(tuple(range(-space, 0)))
@@ -125,9 +135,10 @@ class Summed:
 
     @classmethod
     def row_parts(cls, layout: Layout, samples: int, shape: torch.Size) -> "Summed":
-        """Build the gradient of a batched copy of the parameter: sums the parts of a sample's rows.
+        """Build the gradient of a parameter that the model repeats to [rows, ...] before use.
 
-        A model may repeat a parameter to [rows, ...] before use, such as a class token.
+        An example is a class token. Each row has its part of the copy; the cotangents of the parts
+        are summed over a sample's rows.
 
         Args:
             layout: which axis of the copy counts the rows.
@@ -136,6 +147,7 @@ class Summed:
         """
 
         def write(d: Tensor) -> Tensor:
+            """Sum a cotangent, in the copy's shape, over each sample's rows: [b, *shape]."""
             leading = at_least_float32(layout.leading(_require_dense(d)))
             if layout.axis is None:
                 return leading.reshape(samples, *shape)
@@ -149,7 +161,10 @@ class Summed:
 
     @classmethod
     def broadcast(cls, layout: Layout, samples: int, shape: torch.Size) -> "Summed":
-        """Build the gradient of a parameter that was expanded along the row axis: sums over rows.
+        """Build the gradient of a parameter that was expanded along the row axis.
+
+        The rule `broadcast` expands it. Its gradient is the copy's cotangent, summed over the rows
+        of each sample.
 
         Args:
             layout: which axis of the operation's result counts the rows.
@@ -158,6 +173,7 @@ class Summed:
         """
 
         def write(d: Tensor) -> Tensor:
+            """Sum a cotangent over each sample's rows, which are adjacent: [b, *shape]."""
             leading = at_least_float32(layout.leading(d))
             of_samples = leading.unflatten(0, (samples, leading.shape[0] // samples))
             return of_samples.sum(1).reshape(samples, *shape)
@@ -177,6 +193,7 @@ class Summed:
         """
 
         def write(cotangents: list[Tensor | None]) -> Tensor:
+            """Stack the rows' cotangents, zeros for None, and sum them by sample: [b, *shape]."""
             first_used = next(d for d in cotangents if d is not None)
             zero = torch.zeros_like(_require_dense(first_used))
             of_rows = [zero if d is None else d for d in cotangents]
@@ -194,7 +211,7 @@ def _require_dense(d: Tensor) -> Tensor:
 
 
 def _scale(d: Tensor, scale: Callable[[], Tensor] | None) -> Tensor:
-    """Multiply a cotangent δ by s, in at least 32 bits."""
+    """Multiply a cotangent δ by s = scale(), or by 1 for None, in at least 32 bits."""
     d = at_least_float32(d)
     return d if scale is None else d * scale()
 
@@ -215,7 +232,7 @@ class GradFactor:
     gradient: Outer | Summed
 
     def without_graph(self) -> "GradFactor":
-        """Keep the target and the gradient's sizes alone, so that the forward pass is freed."""
+        """Copy the target and the gradient's sizes alone, so that the forward pass can be freed."""
         return GradFactor(self.target, (), self.gradient.without_graph())
 
 
@@ -225,7 +242,15 @@ class GradFactor:
 
 
 def merge_slices(factors: Sequence[GradFactor], weights: Weights) -> list[GradFactor]:
-    """Merge the factors of different matrices W[e] of one parameter; other factors stay as is."""
+    """Merge the factors of different matrices W[e] of one parameter W into one factor of W.
+
+    Other factors are kept as they are, and come first. If a matrix is used twice, only its first
+    factor is merged.
+
+    Args:
+        factors: the factors of one forward pass.
+        weights: the leaves that replace the parameters.
+    """
     slices: dict[str, dict[int, GradFactor]] = {}
     others: list[GradFactor] = []
     for factor in factors:
@@ -233,7 +258,7 @@ def merge_slices(factors: Sequence[GradFactor], weights: Weights) -> list[GradFa
         if name_and_index is None:
             others.append(factor)
             continue
-        name, number = name_and_index
+        name, number = name_and_index  # of W, and e
         of_parameter = slices.setdefault(name, {})
         if number in of_parameter or not _can_merge(factor):
             others.append(factor)
@@ -248,7 +273,7 @@ def merge_slices(factors: Sequence[GradFactor], weights: Weights) -> list[GradFa
 
 
 def _can_merge(factor: GradFactor) -> bool:
-    """Whether a factor is a plain sum of outer products: one group, one cotangent."""
+    """Whether a factor is a plain sum of outer products, with one group and one cotangent."""
     gradient = factor.gradient
     return isinstance(gradient, Outer) and gradient.sizes.groups == 1 and len(factor.edges) == 1
 
@@ -279,12 +304,14 @@ class MergedOuter(Outer):
         max_positions = max(outer.sizes.positions for outer in outers)
 
         def arrange(grad: Float[Tensor, "b g o f"]) -> Tensor:
+            """Write each group's gradient to its slice of W; zeros for slices without a factor."""
             parts = [outer.arrange(grad[:, [g]]) for g, outer in enumerate(outers)]
             whole = grad.new_zeros(len(grad), *target.shape)
             whole[:, numbers] = torch.stack(parts, dim=1)
             return whole
 
         def activations() -> Tensor:
+            """Stack the slices' factors a as groups."""
             return _stack_groups([outer.activation_matrix for outer in outers], max_positions)
 
         first = outers[0]
@@ -293,10 +320,11 @@ class MergedOuter(Outer):
         return cls(first.grad_outputs, activations, arrange, first.samples, sizes, outers=outers)
 
     def delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
-        """Compute the factor δ of the merged gradient.
+        """Compute the factor δ of the merged gradient, with bg = b·(number of slices).
 
         Args:
-            cotangents: one for each slice; None if the result of the slice is unused, and δ is 0.
+            cotangents: one for each slice; None if the slice's result is unused, so that δ is 0
+                there.
         """
         deltas: list[Tensor | None] = []
         for outer, d in zip(self.outers, cotangents, strict=True):
@@ -310,7 +338,12 @@ class MergedOuter(Outer):
 def _stack_groups(
     factors: Sequence[Float[Tensor, "b _ f"]], positions: int
 ) -> Float[Tensor, "b t g f"]:
-    """Stack factors as groups, each padded with zeros to the same number of positions."""
+    """Stack factors as groups, each padded with zeros to the same number of positions.
+
+    Args:
+        factors: one for each group, [b, up to `positions`, f].
+        positions: number of positions t after padding.
+    """
     groups: list[Tensor] = []
     for factor in factors:
         groups.append(F.pad(factor, (0, 0, 0, positions - factor.shape[1])))

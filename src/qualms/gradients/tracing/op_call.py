@@ -33,14 +33,15 @@ if TYPE_CHECKING:
 class OpCall:
     """An operation that takes both parameters and something that depends on the input.
 
-    A rule runs it with `run`, and adds a `GradFactor` for each parameter with `add_factor`.
+    A rule runs it with `run`, and adds a `GradFactor`, which says how to compute a gradient, for
+    each parameter with `add_factor`.
 
     Args:
         recorder: the recorder of this forward pass.
         func: the operation, a function of torch.
         args: the operation's positional arguments.
         kwargs: the operation's keyword arguments.
-        use: the operation's name, parameters and place in the forward pass.
+        use: the operation's name and tensors, and where it stands in the forward pass.
     """
 
     recorder: Recorder
@@ -76,14 +77,19 @@ class OpCall:
         # edge that a rule has taken of it gets no cotangent.
         if out._is_view():
             out = out.clone()
+        # If the logits depend on the inside of the operation in another way than by `out`, the
+        # factor would miss that part: `require_no_bypass` then raises.
         self.recorder.reach.enclose(out.grad_fn, before)
         return out
 
     def run_for_rows(self, part_of: Callable[[Tensor], Tensor]) -> Any:
-        """Run the operation with its tensors replaced, for one row or with a copy for each row.
+        """Run the operation with some tensors replaced: by one row's part, or a copy for each row.
 
         Args:
             part_of: maps each tensor among the arguments to its replacement, or to itself.
+
+        Returns:
+            The operation's result.
 
         Raises:
             NotBatchable: if the operation does not take the shapes of the replacements.
@@ -93,9 +99,11 @@ class OpCall:
             return run_function(self.func, args, kwargs)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # torch's error for shapes has no type of its own
+        # torch's error for shapes has no type of its own.
+        except RuntimeError as error:
             if self.recorder.trace_pair is None:
-                raise  # tracing one row: no shape was replaced, so the model is at fault
+                # Tracing one row: no shape was replaced, so the model is at fault.
+                raise
             raise NotBatchable(
                 f"{self.use.name} cannot run on one row at a time: {reason(error)}"
             ) from error
@@ -110,7 +118,7 @@ class OpCall:
             edges: the edges of the autograd graph whose cotangents determine the gradient.
             gradient: computes the gradient from these cotangents.
         """
-        if id(target) not in self.recorder.weights.names:
+        if id(target) not in self.recorder.weights.names:  # computed from parameters
             target = self._same_for_all_rows(target)
         self.recorder.factors.append(GradFactor(target, tuple(edges), gradient))
 
@@ -118,6 +126,7 @@ class OpCall:
 
     def layout(self, t: Tensor) -> Layout | None:
         """Find which axis of an argument counts the rows; None if no axis does."""
+        # A single row, which owns the whole tensor.
         if self.recorder.trace_pair is None:
             return Layout()
         place = self.use.place_of(t)
@@ -130,6 +139,7 @@ class OpCall:
 
     def result_layout(self, place: int = 0) -> Layout | None:
         """Find which axis of result number `place` counts the rows; None if no axis does."""
+        # A single row, which owns the whole tensor.
         if self.recorder.trace_pair is None:
             return Layout()
         one, two = self._uses_in_pair()
@@ -144,13 +154,17 @@ class OpCall:
         return self._uses_in_pair()[0].results[0].ndim
 
     def on_one_row(self, t: Tensor) -> Tensor:
-        """Return the argument in the place of `t` from the pass over a single row."""
+        """Return what the operation took in place of argument `t` in the pass over a single row."""
         if self.recorder.trace_pair is None:
             return t
         return self._uses_in_pair()[0].arguments[self.use.place_of(t)]
 
     def _uses_in_pair(self) -> tuple[ParamUse, ParamUse]:
-        """Return this use in the traces on one row and on two, or raise NotBatchable."""
+        """Find this operation in the traces on one row and on two.
+
+        Raises:
+            NotBatchable: if a trace lacks it, or it has another number of tensors there.
+        """
         assert self.recorder.trace_pair is not None
         uses = self.recorder.trace_pair.find(self.use)
         number = len(self.use.arguments)
@@ -185,12 +199,13 @@ class OpCall:
     def run_on_copies(self) -> Any:
         """Run the operation on copies of its parameters that keep the rows' gradients separate.
 
+        Adds the factors and returns the result: the path for operations that no rule covers.
         If every parameter was expanded to a batch before, one copy has a part for each row already.
         Else the operation runs one row at a time, with a new copy of the parameters for each row.
         """
         used = [t for t in self.use.arguments if self.is_param(t)]
         layouts = [self.layout(t) for t in used]
-        if not all(layouts):
+        if not all(layouts):  # some parameter has no row axis
             return self._run_row_by_row(used)
         copies = {id(t): t.detach().requires_grad_() for t in used}
         for t, layout in zip(used, layouts, strict=True):
@@ -204,6 +219,9 @@ class OpCall:
         self, gradients: dict[int, Callable[[SampleIds], Outer | Summed]] | None = None
     ) -> Any:
         """Run the operation where no axis of its result counts the rows (see `sample_ids.py`).
+
+        Its factors follow at the end of the forward pass, when backward passes from the logits can
+        show which sample each entry of the result belongs to.
 
         Args:
             gradients: from the id of a parameter to a function that builds its gradient once the
@@ -234,7 +252,11 @@ class OpCall:
         return run_function(self.func, args, kwargs)
 
     def _param_copies(self) -> tuple[dict[int, Tensor], list[Any]]:
-        """Make leaves in place of parameters, by id; list the other arguments' graph nodes."""
+        """Make a leaf in place of each parameter among the arguments.
+
+        Returns:
+            The leaves, by the id of the parameter, and the autograd nodes of the other arguments.
+        """
         copies: dict[int, Tensor] = {}
         nodes: list[Any] = []
         for t in self.use.arguments:
@@ -245,7 +267,7 @@ class OpCall:
         return copies, nodes
 
     def _mark_without_rule(self, used: list[Tensor]) -> None:
-        """Note that a use of the parameters behind these tensors has no rule."""
+        """Note that no rule covers this use of the parameters that `used` were computed from."""
         for t in used:
             self.recorder.without_rule |= roots(t, self.recorder.weights)
 
@@ -257,6 +279,7 @@ class OpCall:
         edges_of: dict[int, list[GradientEdge]] = {id(t): [] for t in used}
 
         def part_of(t: Tensor, row: int) -> Tensor:
+            """Return a new copy of a parameter, or a row's part of another tensor."""
             if id(t) in edges_of:
                 copy = t.detach().requires_grad_()
                 edges_of[id(t)].append(get_gradient_edge(copy))
@@ -277,9 +300,11 @@ class OpCall:
         Args:
             outs: the result of each row, a tensor or nested tuples and lists of tensors.
         """
+        # The number of the next tensor in the result.
         place = itertools.count()
 
         def join(parts: list[Any]) -> Any:
+            """Join the rows' values of one part of the result; other values are the first row's."""
             first = parts[0]
             if isinstance(first, Tensor):
                 layout = self.result_layout(next(place))

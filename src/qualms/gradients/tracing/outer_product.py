@@ -3,7 +3,7 @@
 The gradient of the weight of a product is G = Σ_t δ_t ⊗ a_t: δ_t is the cotangent of the result and
 a_t the input of the product, at position t. Its squared norm is ‖Σ_t δ_t a_tᵀ‖² written out, or
 ⟨δδᵀ, aaᵀ⟩ over pairs of positions, whichever takes fewer multiplications. The Gram matrix aaᵀ is
-same for all classes.
+the same for all classes.
 
 Index letters: b sample, g group, t position, o/f features of δ and a, m/n cotangents.
 """
@@ -26,7 +26,8 @@ from qualms.gradients.precision import (
 )
 from qualms.gradients.tracing.sample_axis import Layout
 
-LARGE = 2**22  # entries of all windows of one sample; if there are more, they are not copied
+# Entries of all windows of one sample; if there are more, they are not copied.
+LARGE = 2**22
 # A squared norm below this share of its sum without cancellation is computed again, more exactly.
 CANCELLED = 1e-3
 
@@ -37,7 +38,7 @@ def raise_released(*_: Any) -> Tensor:
 
 
 def gram_is_cheaper(t: int, o: int, f: int, cotangents: int) -> bool:
-    """Whether ⟨δδᵀ, aaᵀ⟩ takes fewer multiplications than δᵀa.
+    """Whether the squared norm takes fewer multiplications as ⟨δδᵀ, aaᵀ⟩ than as ‖δᵀa‖².
 
     Args:
         t: number of positions.
@@ -58,6 +59,7 @@ class SharedGram:
     """
 
     def __init__(self) -> None:
+        # A weak reference to the last cotangent, called to get it.
         self._cotangent: Callable[[], Tensor | None] = lambda: None
         self._gram: Tensor | None = None
 
@@ -84,17 +86,17 @@ def _gram(d: Float[Tensor, "bg t o"], _: list[Tensor | None]) -> Float[Tensor, "
 
 
 def out_in(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b o f"]:
-    """Arrange the gradient of a weight [o, f], which `linear` multiplies with."""
+    """Arrange the gradient of a weight [o, f], as `linear` takes it; axis 1 is the single group."""
     return grad.squeeze(1)
 
 
 def in_out(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b f o"]:
-    """Arrange the gradient of a weight [f, o], which `matmul` multiplies with."""
+    """Arrange the gradient of a weight [f, o], as `matmul` takes it; axis 1 is the single group."""
     return grad.squeeze(1).mT
 
 
 class OuterSizes(NamedTuple):
-    """The sizes of the factors δ and a of one sample's gradient: t, o, f, g."""
+    """The sizes t, o, f, g of the factors δ [g, t, o] and a [g, t, f] of one sample's gradient."""
 
     positions: int
     out_features: int  # of δ
@@ -105,6 +107,9 @@ class OuterSizes(NamedTuple):
 @dataclass
 class Outer:
     """A gradient Σ_t δ_t ⊗ a_t for each group, written out only where that is cheaper.
+
+    In shapes, b counts samples, g groups, t positions, o and f the features of δ and a, and m
+    cotangents; `bg` is a single axis of b·g. As matrices, δ is [bg, t, o] and a is [bg, t, f].
 
     Args:
         grad_outputs: maps a cotangent to its factor δ [n, t, g, o]; n counts rows, or parts of rows
@@ -139,7 +144,7 @@ class Outer:
         features: int,
         arrange: Callable[[Tensor], Tensor],
     ) -> "Outer":
-        """The gradient of W in a @ W: all axes of `a` between rows and features are positions t.
+        """Build the gradient of W in a @ W: axes of `a` between rows and features are positions t.
 
         Args:
             samples: number of samples, b.
@@ -150,11 +155,13 @@ class Outer:
         """
 
         def factor(t: Tensor) -> Tensor:
+            """Arrange `a`, or the cotangent of the product, as [n, t, 1, features]."""
             leading = layout.leading(t)
             n = 1 if layout.axis is None else leading.shape[0]  # axis None: a single row
             return leading.reshape(n, -1, 1, t.shape[-1])
 
         def activations() -> Tensor:
+            """Arrange `a` when it is first needed."""
             return factor(a)
 
         positions = a.numel() // a.shape[-1] // samples
@@ -188,7 +195,10 @@ class Outer:
         return g * t * f
 
     def without_graph(self) -> "Outer":
-        """Keep the sizes alone: the functions hold tensors of a forward pass, which are freed."""
+        """Copy the sizes alone: the functions hold tensors of a forward pass, which can be freed.
+
+        Calling a function of the copy raises AssertionError.
+        """
         direct = raise_released if self.direct else None
         return Outer(
             grad_outputs=raise_released,
@@ -200,7 +210,7 @@ class Outer:
         )
 
     def prefers_gram(self, cotangents: int) -> bool:
-        """Whether ⟨δδᵀ, aaᵀ⟩ is cheaper than δᵀa if this many cotangents share aaᵀ."""
+        """Whether norms are cheaper as ⟨δδᵀ, aaᵀ⟩ than by δᵀa if this many cotangents share aaᵀ."""
         t, o, f, _ = self.sizes
         return gram_is_cheaper(t, o, f, cotangents)
 
@@ -213,14 +223,14 @@ class Outer:
     # The factors.
 
     def delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
-        """Compute the factor δ from the cotangent, the only entry of the list."""
+        """Compute the factor δ from a cotangent, given as the only entry of a list."""
         (d,) = cotangents
         assert d is not None
         return self._by_position(self.grad_outputs(d))
 
     @cached_property
     def activation_matrix(self) -> Float[Tensor, "bg t f"]:
-        """The factor a, shared by all cotangents."""
+        """The factor a, shared by all cotangents; kept until `activation_gram` is computed."""
         return self._by_position(self.activations())
 
     @cached_property
@@ -229,15 +239,16 @@ class Outer:
         if self.fast_gram is not None:
             return self.fast_gram()
         a = self.activation_matrix
-        del self.__dict__["activation_matrix"]  # not needed any more: free the memory
+        # Not needed any more: free the memory.
+        del self.__dict__["activation_matrix"]
         return a @ a.mT
 
     def activations_of(self, sample: int) -> Float[Tensor, "g t f"]:
-        """Compute the factor a of one sample, by its number."""
+        """Compute the factor a of one sample, given the sample's index in the batch."""
         return self._by_position(self.activations()).unflatten(0, (self.samples, -1))[sample]
 
     def _by_position(self, factor: Float[Tensor, "n t g f"]) -> Float[Tensor, "bg nt f"]:
-        """Arrange a factor as a matrix for each sample and group, with all rows' positions."""
+        """Arrange a factor as a matrix for each sample and group, over all the rows' positions."""
         n, t, g, f = factor.shape
         positions = n // self.samples * t
         of_samples = at_least_float32(factor).reshape(self.samples, positions, g, f)
@@ -250,7 +261,11 @@ class Outer:
     # The gradient, and its norms.
 
     def write(self, cotangents: list[Tensor | None]) -> Float[Tensor, "b ..."]:
-        """Write out the gradient Σ_t δ_t a_tᵀ of each sample: [b, *target.shape]."""
+        """Write out the gradient Σ_t δ_t a_tᵀ of each sample: [b, *target.shape].
+
+        Args:
+            cotangents: the cotangents at the factor's edges, for one class or direction.
+        """
         if self._is_direct:
             return self._write_directly(cotangents)
         d = self.delta(cotangents)
@@ -258,11 +273,11 @@ class Outer:
         return self.arrange(grad.unflatten(0, (self.samples, -1)))
 
     def squared_norm(self, deltas: list[Tensor | None], cotangents: int) -> Float[Tensor, " b"]:
-        """‖Σ_t δ_t a_tᵀ‖² of each sample.
+        """Compute ‖Σ_t δ_t a_tᵀ‖² of each sample, in the way that takes the least work.
 
         Args:
-            deltas: the cotangent of the result.
-            cotangents: how many cotangents share the work on a.
+            deltas: the cotangents at the factor's edges; for most gradients there is a single one.
+            cotangents: for how many classes or directions this is called, sharing the work on a.
         """
         if self._is_direct and not self.prefers_gram(cotangents):
             return sum_of_squares(self._write_directly(deltas).flatten(1))
@@ -277,13 +292,13 @@ class Outer:
         return self._sum_groups(each)
 
     def l1_norm(self, deltas: list[Tensor | None]) -> Float[Tensor, " b"]:
-        """Σ|g| of each sample, for a single position: Σ|δ| Σ|a|."""
+        """Compute Σ|g| = Σ|δ| Σ|a| of each sample; only valid if there is a single position."""
         of_delta = self.delta(deltas).abs().sum((1, 2))
         of_activations = self.activation_matrix.abs().sum((1, 2))
         return self._sum_groups(of_delta * of_activations)
 
     def inner_products_along(self, deltas: list[list[Tensor | None]]) -> Float[Tensor, "b m m"]:
-        """Compute ⟨G_m, G_n⟩ between the gradients of several cotangents.
+        """Compute ⟨G_m, G_n⟩ between the gradients of several directions.
 
         Args:
             deltas: the cotangents at the factor's edges, for each of the m gradients.
@@ -292,7 +307,7 @@ class Outer:
         return self.inner_products(torch.stack(factors, dim=1))
 
     def inner_products(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m m"]:
-        """Compute ⟨G_m, G_n⟩ between the gradients δ_mᵀa of several factors δ."""
+        """Compute ⟨G_m, G_n⟩ between the gradients G_m = δ_mᵀa of m factors δ that share a."""
         if not self.prefers_gram(d.shape[1]):
             gradients = torch.matmul(d.mT, self.activation_matrix.unsqueeze(1))
             return self._sum_groups(inner_products(gradients.flatten(2)))
@@ -304,13 +319,17 @@ class Outer:
             outside_float32_range(squares) | outside_float32_range(gram.flatten(1).amax(1))[:, None]
         )
         if bool(unreliable.any()):
+            # A square of 0 is exact where δ or a is zero at every position.
             unreliable &= (squares != 0) | self.overlaps(d)
             indices = unreliable.any(1).nonzero().flatten().tolist()
             self._recompute_in_double(products, d, indices)
         return self._sum_groups(products)
 
     def sum_of_position_norms(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m"]:
-        """Σ_t ‖δ_t‖²‖a_t‖²: the squared norms of the gradients if positions did not cancel."""
+        """Compute Σ_t ‖δ_t‖²‖a_t‖²: the squared norms if the terms of positions were orthogonal.
+
+        Much smaller norms have lost digits to cancellation.
+        """
         of_activations = self.activation_gram.diagonal(dim1=1, dim2=2).unsqueeze(1)
         return self._sum_groups(torch.linalg.vecdot(d.square().sum(3), of_activations))
 
@@ -320,25 +339,32 @@ class Outer:
 
     @cached_property
     def _nonzero_positions(self) -> Bool[Tensor, "bg t"]:
+        """Whether a_t has a nonzero entry, for each position."""
         return self._by_position(self.activations()).any(2)
 
     def _write_directly(self, cotangents: list[Tensor | None]) -> Float[Tensor, "1 ..."]:
-        """Write the gradient of a single sample by `direct`."""
+        """Write the gradient of a single sample by `direct`, without a copy of its windows."""
         (d,) = cotangents
         assert d is not None
         assert self.direct is not None
         return self.direct(d)[None]
 
     def _sum_groups(self, each: Float[Tensor, "bg ..."]) -> Float[Tensor, "b ..."]:
-        """Sum the groups of each sample."""
+        """Add up the groups' values for each sample."""
         return each.unflatten(0, (self.samples, -1)).sum(1)
 
     def _squared_norm_by_gram(
         self, d: Float[Tensor, "bg t o"], deltas: list[Tensor | None]
     ) -> Float64[Tensor, " bg"]:
-        """Compute ⟨δδᵀ, aaᵀ⟩, or ‖δᵀa‖² where positions cancel or 32 bits are too few."""
+        """Compute ⟨δδᵀ, aaᵀ⟩, or ‖δᵀa‖² where positions cancel or 32 bits are too few.
+
+        Args:
+            d: the factor δ.
+            deltas: the cotangents that δ was computed from, passed on to `delta_gram`.
+        """
         gram = self.activation_gram
-        if d.shape[1] < d.shape[2]:  # t < o: δδᵀ [t, t] is smaller than aaᵀδ [t, o]
+        # T < o: δδᵀ [t, t] is smaller than aaᵀδ [t, o].
+        if d.shape[1] < d.shape[2]:
             of_delta = self.delta_gram(d, deltas)
             squared_norms = _frobenius_product(of_delta, gram)
             delta_squares = of_delta.diagonal(dim1=1, dim2=2)
@@ -354,6 +380,7 @@ class Outer:
         )
         unreliable |= outside_float32_range(without_cancellation) | ~squared_norms.isfinite()
         if bool(unreliable.any()):
+            # Where δ or a is zero at every position, 0 is exact.
             squared_norms = torch.where(d.flatten(1).any(1), squared_norms, 0.0)
             unreliable &= (squared_norms != 0) | self.overlaps(d.unsqueeze(1)).squeeze(1)
         squared_norms = squared_norms.double()
@@ -376,6 +403,7 @@ class Outer:
             d: the factors δ of the gradients G_m.
             which: indices of the matrices to overwrite, along the first axis.
         """
+        # If `which` is empty, any tensor will do, as none is read.
         activations = self._by_position(self.activations()) if which else d
         for i in which:
             a, wide = activations[i].double(), d[i].double()
@@ -383,5 +411,5 @@ class Outer:
 
 
 def _frobenius_product(a: Float[Tensor, "n i j"], b: Float[Tensor, "n i j"]) -> Float[Tensor, " n"]:
-    """Σ_ij a_ij b_ij of each matrix."""
+    """Compute Σ_ij a_ij b_ij for each pair of matrices."""
     return torch.linalg.vecdot(a.flatten(1), b.flatten(1))

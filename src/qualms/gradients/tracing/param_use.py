@@ -40,6 +40,7 @@ class Weights:
         """
 
         def detach(p: Tensor) -> Tensor:
+            """Detach a parameter; copy it if it is an inference tensor or changes its format."""
             constant = p.detach()
             if p.is_inference():
                 constant = constant.clone()
@@ -65,6 +66,7 @@ def slice_of(t: Tensor, weights: Weights) -> tuple[str, int] | None:
         t: a tensor computed from parameters alone.
         weights: the leaves that replace the parameters.
     """
+    # For W[e], autograd's node of `select`; its parent is the leaf W.
     node: Any = t.grad_fn
     if type(node).__name__ != "SelectBackward0" or node._saved_dim != 0:
         return None
@@ -73,7 +75,8 @@ def slice_of(t: Tensor, weights: Weights) -> tuple[str, int] | None:
     if name is None:
         return None
     index = int(node._saved_index)
-    if index >= 2**63:  # torch stores the index as unsigned 64 bits: -1 is 2⁶⁴ - 1
+    # Torch stores the index as unsigned 64 bits: -1 is 2⁶⁴ - 1.
+    if index >= 2**63:
         index -= 2**64
     return name, index % len(weights.leaves[name])
 
@@ -91,7 +94,7 @@ def roots(t: Tensor, weights: Weights) -> set[str]:
 
 
 def nodes_behind(nodes: list[Any]) -> set[Any]:
-    """Collect all autograd nodes that a backward pass from the given nodes visits, with these."""
+    """Collect all autograd nodes that a backward pass from `nodes` visits, including `nodes`."""
     seen: set[Any] = set()
     nodes = list(nodes)
     while nodes:
@@ -111,7 +114,7 @@ class Reach:
     pass takes, or an autograd function), that part is missing in the cotangent.
 
     Args:
-        inside: from a node to the node of its operation's result.
+        inside: from each node inside an operation to the node of that operation's result.
     """
 
     inside: dict[Any, Any] = field(default_factory=dict)
@@ -131,7 +134,10 @@ class Reach:
                 nodes.extend(n for n, _ in node.next_functions)
 
     def bypasses_result(self, node: Any, follower: Any) -> bool:
-        """Whether the edge from `node` to `follower` enters an operation past its result."""
+        """Whether a backward pass that goes from `node` to `follower` bypasses a result.
+
+        It does if `follower` is inside an operation and is not its result, and `node` is outside.
+        """
         result = self.inside.get(follower)
         if result is None or follower is result:
             return False
@@ -189,7 +195,7 @@ def largest_result(param_uses: Iterable[ParamUse]) -> int:
     return largest
 
 
-_ByKey = dict[tuple[OpKey, int], ParamUse]
+_ByKey = dict[tuple[OpKey, int], ParamUse]  # by the use's key and occurrence
 
 
 @dataclass(frozen=True)
@@ -217,14 +223,19 @@ class TracePair:
 
     @cached_property
     def _one_by_key(self) -> _ByKey:
+        """The uses in the pass on a single row, by key and occurrence."""
         return _by_key(self.one)
 
     @cached_property
     def _two_by_key(self) -> _ByKey:
+        """The uses in the pass on two rows, by key and occurrence."""
         return _by_key(self.two)
 
     def compact(self) -> "TracePair":
-        """Free graphs and values in place, but for what `infer_layout` compares; return self."""
+        """Free the graphs in place, and the values that `infer_layout` does not need; return self.
+
+        Arguments computed from parameters alone keep their values and graphs.
+        """
         for key, one in self._one_by_key.items():
             two = self._two_by_key.get(key, one)
             for i, (a, b) in enumerate(zip(one.arguments, two.arguments, strict=False)):
@@ -272,9 +283,9 @@ class UseOrder:
     def relevant(self, used: Collection[str], selected: Iterable[str]) -> list[str]:
         """List the parameters whose layers count, in an order that does not depend on the inputs.
 
-        These are the parameters that the logits depend on, in order of first use. If the path
-        through the model depends on the input, use and order vary from batch to batch: then all
-        selected parameters count, in the model's order.
+        These are the parameters that the logits depend on, in order of first use; any that were
+        not traced come last. If the path through the model depends on the input, use and order vary
+        from batch to batch: then all selected parameters count, in the model's order.
 
         Args:
             used: names of parameters that the logits depend on.

@@ -56,10 +56,11 @@ class Recorder(CallMode):
         inputs: the tensors of the batch.
         rows: number of rows of the batch.
         rows_per_sample: number of rows that belong to each sample.
-        trace_pair: the same pass traced on one row and on two; None while these two are traced.
+        trace_pair: the same pass traced on one row and on two; None for a single row, and while
+            these two are traced.
 
     Attributes:
-        factors: the contribution of each use of a parameter to the parameter's gradient.
+        factors: for each use of a parameter, how it contributes to the parameter's gradient.
         unbatched_ops: operations in whose results the sample of each entry is not known yet.
         param_uses: all uses of parameters; recorded without a `trace_pair` only.
         shapes: name and shapes of all operations on active tensors; recorded without a `trace_pair`
@@ -94,8 +95,11 @@ class Recorder(CallMode):
         self.without_rule: set[str] = set()
         self.reads_values = False
         self.shapes_vary = False
+        # How often each key was used so far.
         self._occurrences: Counter[OpKey] = Counter()
+        # Params by id. Holding them keeps their ids from being reused.
         self._params: dict[int, Tensor] = {id(leaf): leaf for leaf in weights.leaves.values()}
+        # Tensors that depend on the input, as keys.
         self._active = WeakIdKeyDictionary()
         self._mark_active(inputs)
 
@@ -116,6 +120,9 @@ class Recorder(CallMode):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation of the forward pass; note params and active tensors, record uses.
 
+        Params are tensors computed from parameters alone, active ones depend on the input. An
+        operation on both is a use, whose gradient a rule or a general path provides.
+
         Args:
             func: the operation, a function of torch.
             args: the operation's positional arguments.
@@ -124,6 +131,7 @@ class Recorder(CallMode):
         Returns:
             The operation's result.
         """
+        # What replaces the model's parameters.
         stand_in = self.weights.stand_in
         args, kwargs = each_tensor((args, kwargs), lambda t: stand_in.get(id(t), t))
         tensors = list(tensors_in((args, kwargs)))
@@ -145,12 +153,13 @@ class Recorder(CallMode):
                 self._note_result(name, active, out)
                 self._mark_active(written)
             return out
-        if not active:
+        if not active:  # params alone: so are the results
             out = run_function(func, args, kwargs)
             self._note_derived(params, [*tensors_in(out), *written])
             return out
         self._note_use(params)
-        if isinstance(func, types.FunctionType):  # written in Python: trace the calls inside
+        # Written in Python: trace the calls inside.
+        if isinstance(func, types.FunctionType):
             with self:
                 return run_function(without_override_checks(func), args, kwargs)
         out = self._run_use(func, args, kwargs, tensors)
@@ -167,6 +176,9 @@ class Recorder(CallMode):
             args: the operation's positional arguments.
             kwargs: the operation's keyword arguments.
             tensors: all tensors among `args` and `kwargs`.
+
+        Returns:
+            The operation's result.
         """
         places: set[int] = set()
         names: set[str] = set()
@@ -186,8 +198,8 @@ class Recorder(CallMode):
     def _apply_rule(self, call: OpCall) -> Any:
         """Run an operation by its rule, or by the general path that is exact for any operation.
 
-        If the rows turn out not to be on an axis, the factors added so far are dropped, and the
-        operation is run as an unbatched one, in this and all later passes.
+        If the rows turn out not to be on an axis, the factors that this call added are dropped, and
+        the operation is run as an unbatched one, in this and all later passes.
         """
         num_factors = len(self.factors)
         pair = self.trace_pair
@@ -204,14 +216,17 @@ class Recorder(CallMode):
         return call.run_unbatched() if out is NotImplemented else out
 
     def _note_use(self, params: list[Tensor]) -> None:
-        """Note the order in which parameters are used first."""
+        """Add the names of leaves that are used for the first time to `first_use`."""
         for t in params:
             name = self.weights.names.get(id(t))
             if name is not None and name not in self.first_use:
                 self.first_use.append(name)
 
     def _note_derived(self, params: list[Tensor], results: list[Tensor]) -> None:
-        """Note tensors that were computed from parameters alone, so that they count as params."""
+        """Note results computed from `params` alone, so that they count as params too.
+
+        Results without a gradient, such as a comparison, are constants.
+        """
         derived = [t for t in results if t.requires_grad]
         for t in derived:
             self._params[id(t)] = t
@@ -241,6 +256,10 @@ def _is_index(t: Tensor) -> bool:
 
 def _try_rule(rule: Callable[..., Any] | None, call: OpCall) -> Any:
     """Run an operation by a rule.
+
+    Args:
+        rule: the rule; None if there is none for this operation.
+        call: the operation.
 
     Returns:
         The operation's result; NotImplemented if there is no rule, or the rule does not cover the
@@ -336,7 +355,7 @@ def bare_name(func: Any) -> str:
 
 
 def writes(func: Any) -> bool:
-    """Whether the operation changes its first argument in place."""
+    """Whether the operation changes its first argument in place, as `add_` does."""
     name = getattr(func, "__name__", "")
     return func in WRITING or (name.endswith("_") and not name.endswith("__"))
 
@@ -357,7 +376,7 @@ def shape_depends_on_values(name: str, args: tuple[Any, ...], active: list[Tenso
 
 
 def _never(*_: Any) -> bool:
-    """Return False: replaces the checks for function modes."""
+    """Return False: replaces torch's checks for function modes (`without_override_checks`)."""
     return False
 
 

@@ -54,7 +54,7 @@ class Layout:
         return t.narrow(self.axis, row * self.per_row, self.per_row)
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Put the parts of all rows together: the inverse of `part`."""
+        """Put the parts of all rows together, in order: the inverse of `part`."""
         if self.axis is None:
             return parts[0]
         if self.interleaved:
@@ -79,6 +79,7 @@ def infer_layout(one: Tensor, two: Tensor, shape: torch.Size | None, rows: int) 
     """
     if one.ndim != two.ndim:
         raise NotBatchable("the number of axes depends on the batch size")
+    # Axes whose size depends on the number of rows.
     grown = [axis for axis in range(one.ndim) if one.shape[axis] != two.shape[axis]]
     if not grown:
         _require(shape is None or shape == one.shape)
@@ -111,6 +112,7 @@ def _is_interleaved(one: Tensor, two: Tensor, axis: int) -> bool:
     max_difference = TOLERANCE * float(first.abs().max())
 
     def fits(layout: Layout) -> bool:
+        """Whether the first row's part of the pair has the values of the first row alone."""
         return float((layout.part(pair, 0) - first).abs().max()) <= max_difference
 
     if fits(Layout(axis, 2, per_row)):
@@ -120,6 +122,6 @@ def _is_interleaved(one: Tensor, two: Tensor, axis: int) -> bool:
 
 
 def _require(is_clear: bool) -> None:
-    """Raise NotBatchable unless the batch axis is clear."""
+    """Raise NotBatchable unless a condition for identifying the batch axis holds."""
     if not is_clear:
         raise NotBatchable("the batch axis of a tensor inside the model cannot be identified")

@@ -23,7 +23,8 @@ from qualms.gradients.precision import at_least_float32
 from qualms.gradients.tracing.factors import GradFactor, Summed
 from qualms.gradients.tracing.outer_product import Outer, OuterSizes
 
-NO_SAMPLE = -1  # stands for a sample's number at entries that the logits do not depend on
+# Stands for a sample's number at entries that the logits do not depend on.
+NO_SAMPLE = -1
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def _sample_numbers(
     sample_of_row = torch.arange(samples, device=logits.device).repeat_interleave(rows_per_sample)
 
     def cotangents(factor: Tensor) -> dict[GradientEdge, Tensor]:
+        """Pull noise on the logits, times a factor for each row, back to the edges."""
         interrupts.deliver()
         grads = torch.autograd.grad(
             logits, edges, noise * factor[:, None], retain_graph=True, allow_unused=True
@@ -102,7 +104,8 @@ def _sample_numbers(
     plain = cotangents(torch.ones_like(sample_of_row))
     numbers = {edge: torch.zeros_like(d, dtype=torch.long) for edge, d in plain.items()}
     for digit in range((samples - 1).bit_length()):
-        factor = 1 + (sample_of_row >> digit & 1)  # 2 for samples whose number has this digit
+        # 2 for samples whose number has this digit.
+        factor = 1 + (sample_of_row >> digit & 1)
         for edge, d in cotangents(factor).items():
             numbers[edge] += _is_doubled(plain[edge], d).long() << digit
     for edge, d in plain.items():
@@ -111,7 +114,11 @@ def _sample_numbers(
 
 
 def _is_doubled(d: Tensor, other: Tensor) -> Tensor:
-    """Find the entries at which `other` is 2 d, not d.
+    """Find the entries at which `other` is 2 d, not d; True there.
+
+    Args:
+        d: cotangent of an operation's result.
+        other: the same cotangent after the logits' cotangent was doubled for some samples.
 
     Raises:
         NotBatchable: if an entry of `other` is neither d nor 2 d, so it depends on several samples.
@@ -162,6 +169,7 @@ class SampleIds:
         """
 
         def write(cotangents: list[Tensor | None]) -> Tensor:
+            """Take one backward pass through the operation for each sample: [b, *copy.shape]."""
             # Edges, not results: the results may have been changed in place since.
             edges: list[GradientEdge] = []
             numbered_cotangents: list[tuple[Tensor, Tensor]] = []
@@ -190,9 +198,11 @@ class SampleIds:
         sizes = OuterSizes(places.shape[1], features, a.shape[-1], 1)
 
         def grad_outputs(d: Tensor) -> Tensor:
+            """Gather δ by sample, as [b, t, 1, o]."""
             return _gather(d, places)
 
         def activations() -> Tensor:
+            """Gather `a` by sample, as [b, t, 1, f]."""
             return _gather(a, places)
 
         return Outer(grad_outputs, activations, arrange, self.samples, sizes)
@@ -206,13 +216,17 @@ class SampleIds:
         places = self._positions()
 
         def write(d: Tensor) -> Tensor:
+            """Sum a cotangent over each sample's positions: [b, *target.shape]."""
             of_positions = at_least_float32(_gather(d, places))
             return of_positions.sum(1).reshape(self.samples, *target.shape)
 
         return Summed.from_cotangent(write, target.numel())
 
     def _positions(self) -> Int[Tensor, "b t"]:
-        """List the positions of each sample; rows are padded with the number of positions.
+        """List the positions of each sample in the operation's only result [*positions, features].
+
+        Lists shorter than the longest, t, are padded with the number of all positions, an index
+        past the end at which `_gather` puts zeros.
 
         Raises:
             NotBatchable: if the features of a position belong to several samples.
@@ -231,7 +245,15 @@ class SampleIds:
 
 
 def _gather(t: Float[Tensor, "*t f"], places: Int[Tensor, "b n"]) -> Float[Tensor, "b n 1 f"]:
-    """Gather the entries at given positions; zeros where `_positions` padded."""
+    """Gather the features at given positions; zeros where `_positions` padded.
+
+    Args:
+        t: a tensor whose axes but the last count positions.
+        places: indices of positions from `_positions`, for each sample.
+
+    Returns:
+        The features, with an axis for the single group.
+    """
     flat = t.reshape(-1, t.shape[-1])
     padded = torch.cat([flat, flat.new_zeros(1, flat.shape[1])])
     return padded[places].unsqueeze(2)

@@ -27,7 +27,8 @@ def trace_forward(
         model: the model.
         model_input: the batch to run.
         weights: the leaves that replace the parameters.
-        trace_pair: the same pass traced on one row and on two; None while these two are traced.
+        trace_pair: the same pass traced on one row and on two; None for a single row, and while
+            these two are traced.
 
     Returns:
         The logits [rows, c], and the recorder with the gradient factors of all parameters.
@@ -40,6 +41,7 @@ def trace_forward(
     rows, rows_per_sample = num_samples(model_input.batch), model_input.rows_per_sample
     tensors = batch_tensors(model_input.batch)
     recorder = Recorder(weights, tensors, rows, rows_per_sample, trace_pair)
+    # TorchScript may read values, and branch on them, where the recorder does not see it.
     recorder.reads_values = any(map(_has_script, model.modules()))
     with all_parameters_differentiable(model):
         logits = forward_logits(model, model_input, recorder)
@@ -60,6 +62,9 @@ def record_forward(
         model: the model.
         model_input: one row, or two.
         selected: the parameters that leaves are made for, by name.
+
+    Returns:
+        The recorder, with all uses of the parameters, shapes of results and gradient factors.
     """
     weights = Weights.of(selected, model.parameters())
     _, recorder = trace_forward(model, model_input, weights, None)
@@ -67,7 +72,7 @@ def record_forward(
 
 
 def _has_script(module: nn.Module) -> bool:
-    """Whether a module is or holds TorchScript, whose reads of values a recorder does not see."""
+    """Whether a module is TorchScript, or has an attribute that is: no recorder sees inside."""
     scripts = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
     return any(isinstance(value, scripts) for value in (module, *vars(module).values()))
 
@@ -83,6 +88,7 @@ def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor], reach: Reach
         parameters: the parameters, and the leaves that replaced them.
         reach: which nodes of the graph may only be entered through an operation's result.
     """
+    # Recorded uses take detached copies, so no path from the logits may end at a parameter.
     forbidden, reached = set(map(id, parameters)), nodes_behind([logits.grad_fn])
     if any(id(node.variable) in forbidden for node in reached if hasattr(node, "variable")):
         raise NotBatchable("a parameter is used where it cannot be traced")
@@ -119,13 +125,15 @@ def use_order(model: nn.Module, model_input: ModelInput, selected: dict[str, Ten
         selected: the parameters, by name.
 
     Returns:
-        The order; empty and not fixed if the model cannot be traced.
+        The order; empty and not fixed if the model cannot be traced, or the first row uses none of
+        the selected parameters.
     """
 
     trace = partial(record_forward, model, model_input.take(slice(0, 1)), selected)
     unknown = UseOrder([], fixed=False)
     try:
         recorder = attempt("trace the first sample", trace)
-    except QualmsError:  # the first sample uses none of the selected parameters
+    # The first sample uses none of the selected parameters.
+    except QualmsError:
         return unknown
     return unknown if isinstance(recorder, Fallback) else recorder.use_order

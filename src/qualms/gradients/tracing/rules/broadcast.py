@@ -39,7 +39,17 @@ BROADCASTING = {
 
 
 def broadcast(call: OpCall, *args: Any, **kwargs: Any) -> Any:
-    """Run y = f(p, x) with a copy p_r of p for each row r of x: ∂p = Σ_r ∂f/∂p_r δ_r."""
+    """Run y = f(p, x) with a copy p_r of p for each row r of x: ∂p = Σ_r ∂f/∂p_r δ_r.
+
+    Args:
+        call: the operation f.
+        args: the operation's positional arguments, which `call` has too.
+        kwargs: the operation's keyword arguments, which `call` has too.
+
+    Returns:
+        y; NotImplemented, so that the general path runs it, if p cannot be expanded along the axis
+        of y that counts the rows, or if only a single row is traced.
+    """
     layout = call.result_layout() if call.recorder.trace_pair else None
     if layout is None:
         return NotImplemented
@@ -59,7 +69,10 @@ def broadcast(call: OpCall, *args: Any, **kwargs: Any) -> Any:
 
 
 def _broadcasts(call: OpCall, layout: Layout, params: list[Tensor]) -> bool:
-    """Whether the row axis is broadcast; a matrix product does not broadcast its last two axes."""
+    """Whether the operation broadcasts its arguments along the row axis of its result.
+
+    A matrix product does not broadcast its last two axes, so the rows must be on an axis before.
+    """
     if not call.use.name.strip("_").endswith("matmul"):
         return True
     assert layout.axis is not None

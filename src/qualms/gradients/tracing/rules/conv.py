@@ -130,6 +130,10 @@ def convolution(
         transposed: whether this is a transposed convolution, so that windows are cut from δ, not a.
         output_padding: size added to one side of the result; not read here, as the result has it.
         groups: number of groups of channels.
+
+    Returns:
+        The result; NotImplemented, so that the general path runs it, if rows are not on the first
+        axis of `a`.
     """
     geometry = Geometry.of(weight, stride, padding, dilation, groups)
     space = len(geometry.kernel)
@@ -156,7 +160,8 @@ def convolution(
 def _image_layout(call: OpCall, input: Tensor, space: int) -> Layout | None:
     """Find the layout of images [n, channel, *space].
 
-    None if another axis than the first counts the rows, or none does.
+    None if another axis than the first counts the rows, or none does. A single row may also be one
+    image without a batch axis.
     """
     layout = call.input_layout(input)
     if layout is None or layout.axis is None:
@@ -202,6 +207,7 @@ class _Images:
         """
 
         def write(d: Tensor) -> Tensor:
+            """Compute the gradients [b, c, 1, *kernel] from the cotangent of the result."""
             images = self.by_row(self.input)
             return depthwise_gradient(self.by_row(d), images, self.geometry, self.samples)
 
@@ -225,16 +231,20 @@ class _Images:
             return d.reshape(d.shape[0], count, groups, features)
 
         def activations() -> Tensor:
+            """Copy the windows of a, as [n, t, g, k·i]."""
             return extract_windows(self.by_row(self.input), geometry)
 
         def gram() -> Tensor:
+            """Compute aaᵀ from the inner products between pixels."""
             return window_gram(at_least_float32(self.by_row(self.input)), geometry, self.samples)
 
-        def arrange(grad: Tensor) -> Tensor:  # [b, g, o, k·i] -> [b, g·o, i, *k]
+        def arrange(grad: Tensor) -> Tensor:
+            """Arrange [b, g, o, k·i] in the weight's shape, as [b, g·o, i, *k]."""
             grad = grad.flatten(1, 2).unflatten(-1, (*kernel, weight.shape[1]))
             return grad.movedim(-1, 2)
 
         def direct(d: Tensor) -> Tensor:
+            """Compute the gradient of a single sample without copies of the windows."""
             return weight_gradient(self.by_row(d), self.by_row(self.input), weight, geometry)
 
         window = math.prod(kernel)
@@ -265,10 +275,12 @@ class _Images:
             return extract_windows(self.by_row(d), geometry, positions)
 
         def activations() -> Tensor:
+            """Arrange a by position, as [n, t, g, i]."""
             a = self.by_row(self.input).movedim(1, -1)
             return a.reshape(a.shape[0], positions.numel(), groups, -1)
 
-        def arrange(grad: Tensor) -> Tensor:  # [b, g, k·o, i] -> [b, g·i, o, *k]
+        def arrange(grad: Tensor) -> Tensor:
+            """Arrange [b, g, k·o, i] in the weight's shape, as [b, g·i, o, *k]."""
             grad = grad.mT.flatten(1, 2).unflatten(-1, (*kernel, weight.shape[1]))
             return grad.movedim(-1, 2)
 

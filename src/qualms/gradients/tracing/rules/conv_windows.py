@@ -63,7 +63,7 @@ class Geometry:
         return [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in sizes]
 
     def count_pixels(self, space: Sequence[int]) -> int:
-        """Count the pixels of an image after padding, from its size before."""
+        """Count the pixels of a padded image, from the size `space` that it has before padding."""
         return math.prod(n + sum(pair) for n, pair in zip(space, self.padding, strict=True))
 
     def pad(self, image: Float[Tensor, "n c *space"]) -> Float[Tensor, "n c *padded"]:
@@ -101,6 +101,11 @@ def _padding_per_axis(
     """Count the zeros before and after each axis.
 
     If "same" needs an odd number of zeros, the extra one comes after, as in torch.
+
+    Args:
+        padding: a number, one number for each axis, "valid" or "same".
+        kernel: size of a window on each axis, read for "same".
+        dilation: distance between the entries of a window on each axis, read for "same".
     """
     if padding == "valid":
         return [(0, 0)] * len(kernel)
@@ -128,10 +133,12 @@ def extract_windows(
     image_step, *axis_steps, channel_step = x.stride()
     between = [step * s for step, s in zip(axis_steps, geometry.stride, strict=True)]
     inside = [step * d for step, d in zip(axis_steps, geometry.dilation, strict=True)]
+    # A view of all windows, which may overlap: [n, *positions, *kernel, channels].
     view = x.as_strided(
         (n, *positions, *kernel, channels),
         (image_step, *between, *inside, channel_step),
     )
+    # The new shape needs a copy where windows overlap.
     view = view.reshape(n, math.prod(positions), math.prod(kernel), groups, channels // groups)
     return view.transpose(2, 3).flatten(3)
 

@@ -36,6 +36,10 @@ def embedding(
         scale_grad_by_freq: the rule does not cover True: autograd then does not return the
             derivative.
         sparse: not used; it says how autograd stores the gradient.
+
+    Returns:
+        y; NotImplemented, so that the general path runs it, if the rule does not cover the
+        arguments.
     """
     layout = call.input_layout(input)
     if layout is None or scale_grad_by_freq or not call.is_param(weight):
@@ -45,17 +49,21 @@ def embedding(
     vocabulary, features = weight.shape
 
     def ids() -> Tensor:
+        """Arrange the ids by sample, as [b, t]."""
         # F.embedding takes int32 too, F.one_hot does not
         return layout.leading(input).reshape(samples, -1).long()
 
     def grad_outputs(d: Tensor) -> Tensor:
+        """Arrange δ by sample, as [b, t, 1, o], with zeros at padding."""
         d = layout.leading(d).reshape(samples, -1, 1, features)
         return d * (ids() != padding_idx)[:, :, None, None]
 
     def activations() -> Tensor:
+        """Write out the one-hot vectors, as [b, t, 1, v]."""
         return F.one_hot(ids(), vocabulary).to(weight.dtype).unsqueeze(2)
 
     def gram() -> Tensor:
+        """Compare the ids of all pairs of positions: 1 where they are the same, [b, t, t]."""
         i = ids()
         same_id = i[:, :, None] == i[:, None, :]
         return same_id.to(at_least_float32(weight).dtype)

@@ -23,6 +23,10 @@ def linear(call: OpCall, input: Tensor, weight: Tensor, bias: Tensor | None = No
         input: a [..., f].
         weight: W [o, f].
         bias: b [o].
+
+    Returns:
+        The result; NotImplemented, so that the general path runs it, if W is a vector, or if no
+        axis of `a`, or its last one, counts the rows.
     """
     if weight.ndim != 2:
         return NotImplemented
@@ -32,7 +36,16 @@ def linear(call: OpCall, input: Tensor, weight: Tensor, bias: Tensor | None = No
 def matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
     """Run a matrix product with the parameter on the right, y_t = a_t W: ∂W = Σ_t a_t δ_tᵀ.
 
-    If the parameter is on the left, or W is not a matrix, `broadcast` serves.
+    If the parameter is on the left, or W is not a matrix, the rule `broadcast` runs it.
+
+    Args:
+        call: the operation.
+        input: a [..., f].
+        other: W [f, o].
+
+    Returns:
+        The result; NotImplemented, so that the general path runs it, if no axis of `a`, or its last
+        one, counts the rows.
     """
     if call.is_param(input) or other.ndim != 2 or input.ndim < 2:
         return broadcast(call, input, other)
@@ -51,6 +64,9 @@ def addmm(
         mat2: W [f, o].
         beta: scale of b; the rule covers 1 alone.
         alpha: scale of the product; the rule covers 1 alone.
+
+    Returns:
+        The result; NotImplemented, so that the general path runs it, if the rule does not cover it.
     """
     if beta != 1 or alpha != 1 or input.ndim != 1:
         return NotImplemented
@@ -66,6 +82,9 @@ def _run(call: OpCall, a: Tensor, weight: Tensor, bias: Tensor | None, out_axis:
         weight: W [o, f] or [f, o].
         bias: b [o].
         out_axis: the axis of W that counts the features o of the product.
+
+    Returns:
+        The result; NotImplemented if no axis of `a`, or its last one, counts the rows.
     """
     layout = call.input_layout(a)
     if layout is None or layout.axis == a.ndim - 1:
@@ -92,6 +111,10 @@ def unbatched_linear(
         input: a [..., f].
         weight: W [o, f].
         bias: b [o].
+
+    Returns:
+        The result; NotImplemented, so that autograd's derivative is used, if the parameter is the
+        input or W is a vector.
     """
     if call.is_param(input) or weight.ndim != 2:
         return NotImplemented
@@ -102,7 +125,16 @@ def unbatched_linear(
 
 
 def unbatched_matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
-    """Run `matmul` where no axis counts the rows: the same sum over each sample's positions."""
+    """Run `matmul` where no axis counts the rows: the same sum over each sample's positions.
+
+    Args:
+        call: the operation.
+        input: a [..., f].
+        other: W [f, o].
+
+    Returns:
+        The result; NotImplemented, so that autograd's derivative is used, for other products.
+    """
     if call.is_param(input) or other.ndim != 2 or input.ndim < 2:
         return NotImplemented
     return call.run_unbatched({id(other): lambda ids: ids.product(input, in_out)})

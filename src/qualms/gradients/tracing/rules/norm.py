@@ -35,7 +35,7 @@ def batch_norm(
 ) -> Any:
     """Run batch normalization with running statistics: x̂ = (x - μ) / √(σ² + ε).
 
-    With batch statistics the samples are not independent, and no rule can cover that.
+    With batch statistics a sample's result depends on the whole batch; no rule can cover that.
 
     Args:
         call: the operation.
@@ -48,11 +48,15 @@ def batch_norm(
         momentum: momentum of the running statistics; not used.
         eps: ε.
         cudnn_enabled: not used.
+
+    Returns:
+        The result; NotImplemented, so that the general path runs it, with batch statistics.
     """
     if training or running_mean is None or running_var is None:
         return NotImplemented
 
     def normalize() -> Tensor:
+        """Compute x̂, in the shape of x."""
         shape = (1, -1) + (1,) * (input.ndim - 2)
         factor = (running_var + eps).rsqrt()
         return (input - running_mean.reshape(shape)) * factor.reshape(shape)
@@ -160,9 +164,20 @@ def rms_norm(
 
 
 def prelu(call: OpCall, input: Tensor, weight: Tensor) -> Any:
-    """Run PReLU, max(x, 0) + w min(x, 0): ∂w = Σ_t δ_t min(x_t, 0), for each channel or for all."""
+    """Run PReLU, max(x, 0) + w min(x, 0): ∂w = Σ_t δ_t min(x_t, 0), for each channel or for all.
+
+    Args:
+        call: the operation.
+        input: x [n, channel, …].
+        weight: w [channel], or [1] for all channels.
+
+    Returns:
+        The result; NotImplemented, so that the general path runs it, if no axis counts the rows, or
+        channels have a w each and another axis than the first counts the rows.
+    """
 
     def negative_part() -> Tensor:
+        """Compute min(x, 0), which stands in for x̂."""
         return input.detach().clamp_max(0)
 
     if weight.numel() > 1:
@@ -189,6 +204,9 @@ def _channel_affine(
         weight: γ [channel].
         bias: β [channel].
         normalize: returns x̂, in the shape of x.
+
+    Returns:
+        The result; NotImplemented if another axis than the first counts the rows, or none does.
     """
     layout = call.input_layout(input)
     if layout is None or layout.axis not in (None, 0):
@@ -212,6 +230,10 @@ def _trailing_affine(
         weight: γ [*shape].
         bias: β [*shape].
         normalize: returns x̂, in the shape of x.
+
+    Returns:
+        The result; NotImplemented if there is neither γ nor β, if an axis that γ or β has counts
+        the rows, or if no axis does.
     """
     layout = call.input_layout(input)
     parameter = weight if weight is not None else bias
@@ -229,12 +251,12 @@ def _affine(
     normalize: Callable[[], Tensor],
     summed: Callable[..., Summed],
 ) -> Any:
-    """Run a normalization and add the factors of its parameters.
+    """Run a normalization, add the factors of its parameters, and return the result.
 
     Args:
         call: the operation.
-        weight: γ.
-        bias: β.
+        weight: γ; None if there is none.
+        bias: β; None if there is none.
         normalize: returns x̂, in the shape of the result.
         summed: builds the gradient of a parameter, from the parameter and a `scale` for δ.
     """
@@ -248,10 +270,14 @@ def _affine(
 
 
 def _once(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Wrap a function so that it is computed once, at its first call, in at least 32 bits."""
+    """Wrap a function so that it runs at the first call alone; later calls return the same tensor.
+
+    The tensor has at least 32 bits. x̂ is the same for all classes, and may not be needed at all.
+    """
     kept: list[Tensor] = []
 
     def get() -> Tensor:
+        """Return the kept result, computed without a graph at the first call."""
         if not kept:
             with torch.no_grad():
                 kept.append(at_least_float32(compute()))

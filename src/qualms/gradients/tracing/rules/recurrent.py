@@ -41,6 +41,12 @@ def recurrent(
         params: W, U, b and b' of each layer and direction.
         options: positional arguments after the weights, in the order of `RecurrentOptions`.
         named: arguments after the weights that are given by name.
+
+    Returns:
+        What torch returns: the output of all steps, and h, for an LSTM also c, of all layers after
+        the last step. NotImplemented, so that the general path runs it, for packed sequences,
+        projections, active dropout, autocast, weights that depend on the input, and rows on another
+        axis than the batch axis.
     """
     how = RecurrentOptions.of(options, named)
     if how is None:
@@ -58,6 +64,7 @@ def recurrent(
     copies = {id(t): t.detach().requires_grad_() for t in learnable}
 
     def run(one_way: OneWay, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """Run one layer in one direction, and add the factors of its weights."""
         return _run_one_way(call, one_way, inside, x, state)
 
     x, begin = each_tensor((input, hx), lambda t: copies.get(id(t), t))
@@ -89,12 +96,14 @@ def _run_one_way(
     """
     detached = OneWay(one_way.kind, [weight.detach() for weight in one_way.weights])
     w, u, *biases = one_way.weights
+    # Zeros added to the gates, so that their gradient is δ: all factors below have this edge.
     shift = x.new_zeros(()).expand(*x.shape[:2], len(w)).requires_grad_()
     edge = get_gradient_edge(shift)
     h, last, coefficients = detached(x, state, shift)
     scale, gram = state_scale(one_way.kind, coefficients), SharedGram()
 
     def product(a: Tensor, scale: Tensor | None) -> Outer:
+        """Build Σ_t (δ_t scale_t) ⊗ a_t; without a scale, W and U share δδᵀ."""
         outer = Outer.product(call.samples, layout, a.detach(), w.shape[0], out_in)
         if scale is None:
             return replace(outer, delta_gram=gram)
@@ -129,9 +138,12 @@ def lstm_cell(call: OpCall, input: Tensor, hx: Any, *weights: Any, **named: Any)
         hx: the state (h', c') before this step, each [n, h].
         weights: the weights and biases that `_gates` takes.
         named: weights and biases that are given by name.
+
+    Returns:
+        h and c after this step.
     """
     h, c = hx
-    with call.recorder:
+    with call.recorder:  # traces each operation inside
         p, q = _gates(input, h, *weights, **named)
         i, f, g, o = (p + q).chunk(4, dim=-1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
@@ -148,7 +160,7 @@ def gru_cell(call: OpCall, input: Tensor, hx: Tensor, *weights: Any, **named: An
         weights: the weights and biases that `_gates` takes.
         named: weights and biases that are given by name.
     """
-    with call.recorder:
+    with call.recorder:  # traces each operation inside
         p, q = _gates(input, hx, *weights, **named)
         p_r, p_z, p_n = p.chunk(3, dim=-1)
         q_r, q_z, q_n = q.chunk(3, dim=-1)
@@ -175,7 +187,7 @@ def rnn_cell(
         weights: the weights and biases that `_gates` takes.
         named: weights and biases that are given by name.
     """
-    with call.recorder:
+    with call.recorder:  # traces each operation inside
         p, q = _gates(input, hx, *weights, **named)
         return activation(p + q)
 

@@ -55,32 +55,48 @@ class _Layer(torch.autograd.Function):
             b: bias b [g], for an LSTM or RNN the sum of both biases.
             b_state: bias b' [g] of the state; GRU only.
             state: the state before the first step: h, or h and c of an LSTM, each [n, h].
+
+        Returns:
+            h of all steps [t, n, h], for an LSTM then c after the last step [n, h], then the
+            coefficients.
         """
         h, last, coefficients = RECURSIONS[kind].run(_linear(x, w, b), u, b_state, state)
+        # Last: (h,), or (h, c) of an LSTM.
         return h, *last[1:], *coefficients
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save what both modes of differentiation need."""
+        """Save what both modes of differentiation need.
+
+        Args:
+            ctx: torch's object that `backward` and `jvp` get.
+            inputs: the arguments of `forward`.
+            output: what `forward` returned: h, c of an LSTM, and the coefficients.
+        """
         ctx.kind, x, _, w, u, _, _, *state = inputs
         h, coefficients = output[0], output[len(state) :]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*coefficients)
         ctx.shape, ctx.cells = h.shape, len(state) - 1
-        ctx.save_for_backward(x, w, u, *coefficients)  # x, so that a change in place is noticed
+        # X, so that a change in place is noticed.
+        ctx.save_for_backward(x, w, u, *coefficients)
         ctx.save_for_forward(x, w, u, state[0], h, *coefficients)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
-        """Compute the cotangents of x, shift (this is δ) and the first state from those of h and c.
+        """Pull the cotangents of h and c back to x, the shift (this is δ) and the first state.
 
         Args:
             ctx: what `setup_context` kept.
             dh: cotangents of h at all steps; None if h is unused.
-            others: the cotangent of c after the last step for an LSTM, then those of the
-                coefficients, which are None.
+            others: the cotangent of c after the last step for an LSTM, then None for each
+                coefficient.
+
+        Returns:
+            A cotangent for each argument of `forward`; None for the kind, the weights and biases.
         """
+        # W, U, b, b': called with detached weights.
         assert not any(ctx.needs_input_grad[3:7])
         _, w, u, *coefficients = ctx.saved_tensors
         if dh is None:
@@ -104,7 +120,7 @@ class _Layer(torch.autograd.Function):
         db_state: Tensor | None,
         *dstate: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """Compute the tangents of h, and of c after the last step, from those of all inputs.
+        """Push the tangents of all inputs forward to h, and to c after the last step.
 
         Args:
             ctx: what `setup_context` kept.
@@ -115,6 +131,9 @@ class _Layer(torch.autograd.Function):
             db: tangent of b.
             db_state: tangent of b' (GRU only).
             dstate: tangents of the state before the first step.
+
+        Returns:
+            A tangent for each output of `forward`; None for the coefficients.
         """
         x, w, u, first, h, *coefficients = ctx.saved_tensors
         # LSTM, RNN: U h' + b' adds directly to p, and b' is already part of b; a GRU scales it by r
@@ -192,12 +211,14 @@ class OneWay:
         """
         w, u, *biases = self.weights
         b, b_state = biases or (None, None)
-        if biases and self.kind != "gru":  # a GRU scales b' by r; in other layers b and b' just add
+        # A GRU scales b' by r; in other layers b and b' just add.
+        if biases and self.kind != "gru":
             b, b_state = biases[0] + biases[1], None
         apply: Callable[..., Any] = _Layer.apply
         out = apply(self.kind, x, shift, w, u, b, b_state, *state)
         h, *others = out
-        cells = len(state) - 1  # 1 for an LSTM, which returns c as well; else 0
+        # 1 for an LSTM, which returns c as well; else 0.
+        cells = len(state) - 1
         return h, (h[-1], *others[:cells]), tuple(others[cells:])
 
 
@@ -217,7 +238,7 @@ class RecurrentOptions(NamedTuple):
 
         Args:
             options: positional arguments after the weights.
-            named: keyword arguments.
+            named: arguments after the weights that are given by name.
         """
         try:
             parsed = cls(*options, **named)
@@ -271,6 +292,7 @@ def run_layers(
             outputs.append(h)
             ends.append(end)
         x = torch.cat(outputs, dim=2) if how.bidirectional else outputs[0]
+    # For each part of the state, h and c, the ends of all layers and directions: [layers, n, h].
     last = map(torch.stack, zip(*ends, strict=True))
     if how.batch_first:
         x = x.transpose(0, 1)
@@ -292,6 +314,7 @@ class Unrolled(CallMode):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation: recurrent layers step by step, all others as they are."""
         kind = name_of(func)
+        # args[:3] are the input, the state and the weights.
         how = RecurrentOptions.of(args[3:], kwargs) if kind in RECURSIONS else None
         if how is None:
             return run_function(func, args, kwargs)

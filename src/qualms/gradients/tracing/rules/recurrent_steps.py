@@ -24,7 +24,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM: each [n, h]
-Coefficients = tuple[Tensor, ...]  # partial derivatives of all steps, kept by a `run` function
+# Partial derivatives of all steps, kept by a `run` function.
+Coefficients = tuple[Tensor, ...]
 Gates = Float[Tensor, "t n g"]
 Hidden = Float[Tensor, "t n h"]
 RunFn = Callable[[Gates, Tensor, Tensor | None, State], tuple[Hidden, State, Coefficients]]
@@ -33,6 +34,9 @@ RunFn = Callable[[Gates, Tensor, Tensor | None, State], tuple[Hidden, State, Coe
 @dataclass(frozen=True)
 class Recursion:
     """A kind of recurrent layer: its forward pass, and both modes of differentiation.
+
+    p is the part of the gates' pre-activations that comes from the input, and U the weight of the
+    state. The coefficients are partial derivatives, which `run` computes for `pull` and `push`.
 
     Args:
         run: maps p, U, b' (of a GRU) and the state before the first step to h [t, n, h], the state
@@ -49,7 +53,7 @@ class Recursion:
 
 
 def shift_steps(first: Float[Tensor, "n h"], later: Hidden) -> Hidden:
-    """Return the states h' before each step.
+    """Return the states h' before each step: `first`, then all of `later` but the last.
 
     Args:
         first: the state before the first step.
@@ -62,6 +66,10 @@ def state_scale(kind: str, coefficients: Coefficients) -> Float[Tensor, "t n g"]
     """Return the factor of q = U h' + b' in the gates of a GRU: 1, 1 and r for r, z and n.
 
     None for other kinds of layer, in which q is added to p as it is.
+
+    Args:
+        kind: kind of layer, a key of `RECURSIONS`.
+        coefficients: what the layer's `run` function returned.
     """
     return coefficients[1].flatten(2) if kind == "gru" else None
 
@@ -75,7 +83,7 @@ def _lstm_run(
     """Run all steps of an LSTM: c = f c' + i g, h = o tanh c.
 
     Args:
-        gates: p [t, n, 4h], for i, f, g, o.
+        gates: p [t, n, 4h], for i, f, g, o: W x plus both biases, without the term U h'.
         weight: U [4h, h].
         bias: None; b' is part of p.
         state: (h, c) before the first step.
@@ -86,7 +94,8 @@ def _lstm_run(
     """
     h, c = state
     across, size, steps = weight.t(), weight.shape[1], len(gates)
-    inner = torch.empty_like(gates)  # i, f, g, o
+    # I, f, g, o after activation, written in place below.
+    inner = torch.empty_like(gates)
     all_h = gates.new_empty(steps, *h.shape)
     all_c = gates.new_empty(steps, *h.shape)
     for projected, activated, out_h, out_c in zip(gates, inner, all_h, all_c, strict=True):
@@ -103,6 +112,7 @@ def _lstm_run(
     to_g = i * (1 - g * g)
     to_o = tanh_c * o * (1 - o)
     from_gates = torch.stack([to_i, to_f, to_g, to_o], dim=2)
+    # A view of `all_c` would keep the cells of all steps in memory.
     return all_h, (h, c.clone()), (from_gates, o * (1 - tanh_c * tanh_c), f.contiguous())
 
 
@@ -128,6 +138,7 @@ def _lstm_pull(
     from_gates, *others = coefficients
     c_to_h, c_to_c = (t.unbind(0) for t in others)
     ifg_to_c, o_to_h = from_gates[:, :, :3].unbind(0), from_gates[:, :, 3].unbind(0)
+    # Views of `gates`, one for each step, that δ is written to.
     delta_ifg, delta_o = gates[:, :, :3].unbind(0), gates[:, :, 3].unbind(0)
     delta, from_above = gates.flatten(2).unbind(0), dh.unbind(0)
     d = from_above[-1]
@@ -179,7 +190,7 @@ def _gru_run(
     """Run all steps of a GRU: h = (1 - z) n + z h'.
 
     Args:
-        gates: p [t, n, 3h], for r, z, n.
+        gates: p [t, n, 3h], for r, z, n: W x + b, without q = U h' + b'.
         weight: U [3h, h].
         bias: b' [3h].
         state: (h,) before the first step.
@@ -226,10 +237,14 @@ def _rnn_run(activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor], T
         """Run all steps of an RNN: h = activation(p + U h').
 
         Args:
-            gates: p [t, n, h].
+            gates: p [t, n, h]: W x plus both biases, without the term U h'.
             weight: U [h, h].
             bias: None; b' is part of p.
             state: (h,) before the first step.
+
+        Returns:
+            h of all steps, the state after the last step, and the coefficients: ∂h/∂p [t, n, 1, h],
+            and in place of a GRU's others, 1 and 0, to broadcast.
         """
         (h,) = state
         across = weight.t()
