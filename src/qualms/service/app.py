@@ -79,13 +79,13 @@ def add_service(
     app.add_middleware(LimitsMiddleware, config=config, metrics=metrics)
     # The dependencies of routes that need a token. They only serve to describe the routes in
     # OpenAPI: `LimitsMiddleware` checks the token.
-    needs_token = []
+    token_dependencies = []
     if config.token is not None:
-        needs_token = [Security(HTTPBearer(auto_error=False))]
+        token_dependencies = [Security(HTTPBearer(auto_error=False))]
     _add_error_handlers(app)
-    _add_score_routes(app, handler, needs_token)
-    _add_monitoring_routes(app, handler, needs_token)
-    add_protocol_routes(app, handler, needs_token)
+    _add_score_routes(app, handler, token_dependencies)
+    _add_monitoring_routes(app, handler, token_dependencies)
+    add_protocol_routes(app, handler, token_dependencies)
     _add_pages(app, startup, has_token=config.token is not None)
     for route in app.routes:
         if isinstance(route, APIRoute):
@@ -97,14 +97,14 @@ def add_service(
 def _add_score_routes(
     app: FastAPI,
     handler: RequestHandler,
-    needs_token: list[Any],
+    token_dependencies: list[Any],
 ) -> None:
     """Add the routes below /v1.
 
     Args:
         app: The app to add the routes to.
         handler: Decodes and scores the requests.
-        needs_token: The dependencies of the routes that need a token, for OpenAPI.
+        token_dependencies: The dependencies of the routes that need a token, for OpenAPI.
     """
     score_body = score_body_schema(handler.config.max_images)
 
@@ -112,7 +112,7 @@ def _add_score_routes(
         "/v1/score",
         responses=error_responses(),
         openapi_extra={"requestBody": score_body},
-        dependencies=needs_token,
+        dependencies=token_dependencies,
     )
     async def score(
         request: Request,
@@ -135,7 +135,7 @@ def _add_score_routes(
             results=results,
         )
 
-    @app.get("/v1/model", responses=error_responses(401, 503), dependencies=needs_token)
+    @app.get("/v1/model", responses=error_responses(401, 503), dependencies=token_dependencies)
     async def model() -> ModelInfo:
         """Describe the network, the methods, the threshold and its reference scores."""
         handler.require_ready()
@@ -145,14 +145,14 @@ def _add_score_routes(
 def _add_monitoring_routes(
     app: FastAPI,
     handler: RequestHandler,
-    needs_token: list[Any],
+    token_dependencies: list[Any],
 ) -> None:
     """Add the probes and the metrics.
 
     Args:
         app: The app to add the routes to.
         handler: Knows whether the network is ready.
-        needs_token: The dependencies of the routes that need a token, for OpenAPI.
+        token_dependencies: The dependencies of the routes that need a token, for OpenAPI.
     """
     not_ready = {
         "model": NotReady,
@@ -175,7 +175,9 @@ def _add_monitoring_routes(
     responses = error_responses(401)
     responses[200] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
-    @app.get("/metrics", responses=responses, response_class=Response, dependencies=needs_token)
+    @app.get(
+        "/metrics", responses=responses, response_class=Response, dependencies=token_dependencies
+    )
     async def metrics() -> Response:
         """Return the metrics for Prometheus."""
         return Response(handler.metrics.render(), media_type=PROMETHEUS_TEXT)

@@ -63,8 +63,8 @@ class BatchClient(LitSpec):
     @property
     def is_hung(self) -> bool:
         """Whether a request has no response two deadlines after it was received."""
-        oldest = min(self.pending.values(), default=math.inf)
-        return time.monotonic() > oldest + 2 * self.deadline
+        first_received_at = min(self.pending.values(), default=math.inf)
+        return time.monotonic() > first_received_at + 2 * self.deadline
 
     @cached_property
     def executor(self) -> ThreadPoolExecutor:
@@ -151,6 +151,7 @@ class ScoringWorker(LitAPI):
         # Ctrl-C reaches every process. This one ignores it until all requests are answered; then
         # SIGTERM stops it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # They were blocked while this process started (see `launch_inference_worker`).
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         die_with_parent()
         try:
@@ -159,6 +160,7 @@ class ScoringWorker(LitAPI):
                 self.startup.finish(self.service.model_info, self.service.network.transform)
         except QualmsError as error:
             self.startup.fail(error.original if isinstance(error, ModelError) else error)
+            # The error is on the board, so LitServe need not print it.
             raise SystemExit(1) from None
 
     def predict(self, x: Sequence[ScoreRequest], **kwargs: Any) -> list[ScoreResponse]:
@@ -190,8 +192,8 @@ class BoundedBatchLoop(BatchedLoop):
         super().__init__()
         self.max_images = max_images
         self.max_pixels = max_pixels
-        # The queue's entry that was taken from the queue, but for which the last batch had no room.
-        # None if there is none.
+        # An entry that was taken from the queue, but for which the last batch had no room; it begins
+        # the next batch. None if there is none.
         self.left_over: Any = None
 
     def get_batch_requests(

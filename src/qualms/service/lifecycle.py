@@ -145,7 +145,7 @@ class Startup:
         echo: Writes a line to the log.
 
     Attributes:
-        last: The progress when this process last read or wrote the board.
+        last_progress: The progress when this process last read or wrote the board.
         board: A dict with the progress, shared by all processes after `share`.
         transform: How images become the network's inputs; None until it is ready.
     """
@@ -162,8 +162,8 @@ class Startup:
         self.echo = echo
         # Whether SIGINT or SIGTERM has arrived.
         self.is_stopped = False
-        self.last = Progress(FIRST_STEP, 1, steps)
-        self.board: MutableMapping[str, Progress] = {BOARD_KEY: self.last}
+        self.last_progress = Progress(FIRST_STEP, 1, steps)
+        self.board: MutableMapping[str, Progress] = {BOARD_KEY: self.last_progress}
 
     def share(self, manager: Any) -> None:
         """Move the board to a process of its own, which all processes started later can reach.
@@ -175,12 +175,12 @@ class Startup:
 
     def log(self, line: str) -> None:
         """Write a line to the log, with the seconds since the start."""
-        self.echo(f"{self.last.seconds:.1f} s: {line}")
+        self.echo(f"{self.last_progress.seconds:.1f} s: {line}")
 
     def begin(self, step: str) -> None:
         """Begin the next step: write it to the log and to the board."""
         self.log(f"{step} …")
-        self._publish(replace(self.last, step=step, number=self.last.number + 1))
+        self._publish(replace(self.last_progress, step=step, number=self.last_progress.number + 1))
 
     def finish(self, model_info: ModelInfo, transform: ImageTransform | None) -> None:
         """Report that the network is ready.
@@ -189,25 +189,29 @@ class Startup:
             model_info: The complete description of the model.
             transform: How images become the network's inputs.
         """
-        ready = replace(self.last, status="ready", model_info=model_info, transform=transform)
+        ready = replace(
+            self.last_progress, status="ready", model_info=model_info, transform=transform
+        )
         self._publish(ready)
 
     def fail(self, error: Exception) -> None:
         """Report that the network could not be loaded."""
-        self._publish(replace(self.last, status="failed", failure=Failure.from_error(error)))
+        self._publish(
+            replace(self.last_progress, status="failed", failure=Failure.from_error(error))
+        )
 
     def progress(self) -> Progress:
         """Return the latest progress; once the network is ready or failed, it does not change."""
-        if self.last.status == "warming up":
+        if self.last_progress.status == "warming up":
             # The process with the board may have ended, which ends this one, too.
             with suppress(EOFError, OSError):
                 self._update(self.board[BOARD_KEY])
-        return self.last
+        return self.last_progress
 
     @property
     def is_ready(self) -> bool:
         """Whether the network was ready when the board was last read."""
-        return self.last.status == "ready"
+        return self.last_progress.status == "ready"
 
     def _publish(self, progress: Progress) -> None:
         """Write the progress to the shared board, where all processes read it."""
@@ -216,7 +220,7 @@ class Startup:
 
     def _update(self, progress: Progress) -> None:
         """Store the progress in this process, and the model's description once it is complete."""
-        self.last = progress
+        self.last_progress = progress
         if progress.model_info is not None:
             self.model_info = progress.model_info
             self.transform = progress.transform
@@ -287,6 +291,7 @@ def die_with_parent() -> None:
 
 def _remember_forking_process() -> None:
     """Store this process's id before it forks, so that the child can check who its parent is."""
+    # The child inherits this variable, while `os.getpid` gives the child's own id.
     global _forking_process
     _forking_process = os.getpid()
 

@@ -153,7 +153,7 @@ class LimitsMiddleware:
         Returns:
             The response with status 401, 403, 413 or 429; None if the request is accepted.
         """
-        # A list, since a header may be repeated; `dict(headers)` has the last of each name.
+        # A list, since a header may be repeated; `dict(headers)` has the last value of each.
         headers = [(name.lower(), value) for name, value in scope["headers"]]
         if self.config.token is None:
             refusal = _check_hosts(headers)
@@ -166,9 +166,9 @@ class LimitsMiddleware:
         # digits would take long.
         if length.isdigit() and int(length[:20]) > self.config.max_body:
             return error_response(413, self._describe_size_limit())
-        waiting = self.count_waiting()
-        if scope["method"] == "POST" and waiting >= self.config.waiting:
-            message = f"too many requests are waiting ({waiting}); retry later."
+        num_waiting = self.count_waiting()
+        if scope["method"] == "POST" and num_waiting >= self.config.waiting:
+            message = f"too many requests are waiting ({num_waiting}); retry later."
             return error_response(429, message, RETRY_AFTER)
         return None
 

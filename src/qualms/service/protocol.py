@@ -81,7 +81,7 @@ class InferResponse(BaseModel):
 def add_protocol_routes(
     app: FastAPI,
     handler: RequestHandler,
-    needs_token: list[Any],
+    token_dependencies: list[Any],
 ) -> None:
     """Add the routes below /v2.
 
@@ -90,26 +90,26 @@ def add_protocol_routes(
     Args:
         app: The app to add the routes to.
         handler: Decodes and scores the requests.
-        needs_token: The dependencies of the routes that need a token, for OpenAPI.
+        token_dependencies: The dependencies of the routes that need a token, for OpenAPI.
     """
     errors = error_responses(401)
     errors_or_not_ready = error_responses(401, 503)
     _add_health_routes(app, handler)
 
-    @app.get("/v2", responses=errors, dependencies=needs_token)
+    @app.get("/v2", responses=errors, dependencies=token_dependencies)
     async def server() -> ServerMetadata:
         """Describe the server."""
         return ServerMetadata(name="qualms", version=__version__, extensions=[])
 
     path = f"/v2/models/{handler.startup.model_info.model}"
 
-    @app.get(f"{path}/ready", responses=errors_or_not_ready, dependencies=needs_token)
+    @app.get(f"{path}/ready", responses=errors_or_not_ready, dependencies=token_dependencies)
     async def model_ready() -> Ready:
         """Check that the network is loaded and responds."""
         handler.require_ready()
         return Ready(ready=True)
 
-    @app.get(path, responses=errors_or_not_ready, dependencies=needs_token)
+    @app.get(path, responses=errors_or_not_ready, dependencies=token_dependencies)
     async def metadata() -> ModelMetadata:
         """Describe the network's inputs and outputs."""
         handler.require_ready()
@@ -119,7 +119,7 @@ def add_protocol_routes(
         f"{path}/infer",
         responses=error_responses(),
         openapi_extra={"requestBody": infer_body_schema()},
-        dependencies=needs_token,
+        dependencies=token_dependencies,
     )
     async def infer(request: Request) -> InferResponse:
         """Score images sent as one array. Other sizes are resized to the network's."""

@@ -251,10 +251,10 @@ def score_requests(
 
 
 class _ImageKey(NamedTuple):
-    """Which image: the position of its request among the requests, and its position in there."""
+    """Which image: the position of its request in the batch, and its position in the request."""
 
-    request: int
-    image: int
+    request_index: int
+    image_index: int
 
 
 class _RequestBatch:
@@ -304,13 +304,13 @@ class _RequestBatch:
             keys: The images that are about to be scored; only their requests are looked at.
             deadline: Seconds from the arrival of a request to its deadline.
         """
-        for index in {key.request for key in keys}:
+        for index in {key.request_index for key in keys}:
             if time.monotonic() > self.requests[index].received_at + deadline:
                 self.responses[index] = ScoreResponse(None, timed_out=True)
 
     def keep_unanswered(self, keys: list[_ImageKey]) -> list[_ImageKey]:
         """Return the images among `keys` whose requests have neither failed nor timed out."""
-        return [key for key in keys if self.responses[key.request].results is not None]
+        return [key for key in keys if self.responses[key.request_index].results is not None]
 
     def score(self, keys: list[_ImageKey]) -> None:
         """Score images of one size together, and store their results in `responses`.
@@ -328,7 +328,7 @@ class _RequestBatch:
             return
         for key, result in zip(keys, results, strict=True):
             # Only requests that have results are scored (`keep_unanswered`).
-            self.responses[key.request].results[key.image] = result  # type: ignore[index]
+            self.responses[key.request_index].results[key.image_index] = result  # type: ignore[index]
 
     def _handle_failure(self, keys: list[_ImageKey], error: QualmsError) -> None:
         """Score the images of each request on their own; if there is one request, it has failed.
@@ -337,17 +337,17 @@ class _RequestBatch:
             keys: The images that could not be scored together, sorted by request.
             error: The error of scoring them together.
         """
-        first_request = keys[0].request
-        has_several_requests = first_request != keys[-1].request
+        first_request_index = keys[0].request_index
+        has_several_requests = first_request_index != keys[-1].request_index
         if has_several_requests:
-            for _, keys_of_request in groupby(keys, attrgetter("request")):
+            for _, keys_of_request in groupby(keys, attrgetter("request_index")):
                 self.score(list(keys_of_request))
         elif isinstance(error, ModelError):
             log.error("the images of a request could not be scored", exc_info=error.original)
-            self.responses[first_request] = ScoreResponse(None, failed=True)
+            self.responses[first_request_index] = ScoreResponse(None, failed=True)
         else:
             log.warning("the images of a request cannot be scored: %s", error)
-            self.responses[first_request] = ScoreResponse(None)
+            self.responses[first_request_index] = ScoreResponse(None)
 
     def _compute_results(self, keys: list[_ImageKey]) -> list[dict[str, Any]]:
         """Score images of one size together, with the shares of layers where these were requested.
@@ -358,14 +358,16 @@ class _RequestBatch:
         Returns:
             The fields of a `Result` for each image, without its id.
         """
-        images = [self.requests[key.request].images[key.image] for key in keys]
+        images = [self.requests[key.request_index].images[key.image_index] for key in keys]
         pixels = torch.from_numpy(np.stack(images))
         results = _to_results(self.service.score(pixels))
         _, method = self.service.first_method
         if not has_layers(method):
             return results
         # The positions in the batch of the images whose requests ask for layers.
-        positions = [p for p, key in enumerate(keys) if self.requests[key.request].with_layers]
+        positions = [
+            p for p, key in enumerate(keys) if self.requests[key.request_index].with_layers
+        ]
         if positions:
             shares = self.service.layer_shares(pixels[positions])
             for position, layers in zip(positions, shares, strict=True):

@@ -84,7 +84,7 @@ class ScoringServer(LitServer):
         """
         # Start multiprocessing's resource tracker now: starting it later would unblock the signals.
         ensure_running()
-        self.startup.log(f"{self.startup.last.step} …")
+        self.startup.log(f"{self.startup.last_progress.step} …")
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return super().launch_inference_worker(lit_api)
@@ -291,7 +291,7 @@ def _report_ready(server: ScoringServer) -> None:
     url = server.url
     model = f"{startup.model_info.model} is served at {url}"
     pages = f"its page is {url}/, its routes are at {url}/docs"
-    startup.echo(f"ready after {startup.last.seconds:.1f} s: {model}; {pages}.")
+    startup.echo(f"ready after {startup.last_progress.seconds:.1f} s: {model}; {pages}.")
 
 
 def _lifespan_without_ctrl_c(server: ScoringServer) -> Callable[[FastAPI], Any]:

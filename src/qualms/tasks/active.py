@@ -309,6 +309,7 @@ class _Trainer:
 
     def _build(self) -> nn.Module:
         """Build the network with the weights, drawn under the seed, that all training starts from."""
+        # `fork_rng` restores torch's global random state afterwards.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return self.build()

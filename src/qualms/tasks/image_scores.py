@@ -87,7 +87,8 @@ def score_images(
     }
     exactly = {name: describe_parameters(method, train) for name, method in methods.items()}
     rows = _ImageRows(journal, about, exactly)
-    # The scorers made so far, by the names of their methods.
+    # The scorers made so far, by the names of their methods. Usually one is enough; if the journal
+    # has some of the scores, batches may lack scores by different methods.
     scorers: dict[tuple[str, ...], ImageScorer] = {}
 
     def score(batch: ImageBatch) -> Scored:
@@ -186,7 +187,8 @@ def choose_engine(
         The engine and the tolerance that scores are computed with.
     """
     scorer = make_scorer(network, methods, engine=engine, tolerance=tolerance)
-    settings = scorer.choose_engine(network.inputs(images.take(slice(1))))
+    first_input = network.inputs(images.take(slice(1)))
+    settings = scorer.choose_engine(first_input)
     return settings.engine, settings.tolerance
 
 

@@ -115,7 +115,7 @@ class Journal(AbstractContextManager["Journal"]):
         except QualmsError:
             self._file.seek(0)
             is_row_file = self._file.read(len(HEADER_PREFIX)) == HEADER_PREFIX
-            # A file with anything but rows is never emptied.
+            # A file of another kind is never emptied.
             if not replace or not is_row_file:
                 raise
             self._file.truncate(0)
@@ -152,11 +152,11 @@ class Journal(AbstractContextManager["Journal"]):
 
     def where(self, **key: Any) -> list[Any]:
         """Return the rows with these values, as in `where(row="ood", seed=0)`."""
-        matches = []
+        matching_rows = []
         for row in self._rows:
             if all(row.get(name) == value for name, value in key.items()):
-                matches.append(row)
-        return matches
+                matching_rows.append(row)
+        return matching_rows
 
     def get_or_add(self, key: Mapping[str, Any], measure: Callable[[], RowT]) -> RowT:
         """Return the first row with these entries; if there is none, add the row of `measure`.
@@ -166,8 +166,8 @@ class Journal(AbstractContextManager["Journal"]):
             measure: Called without arguments if there is no such row; returns the complete row,
                 with the entries of `key`.
         """
-        matches = self.where(**key)
-        return matches[0] if matches else self.add(measure())
+        matching_rows = self.where(**key)
+        return matching_rows[0] if matching_rows else self.add(measure())
 
     def __iter__(self) -> Iterator[Row]:
         """Iterate over all rows, without the header."""
@@ -206,7 +206,8 @@ def _read_and_repair(file: IO[bytes], path: Path) -> list[Any]:
     """Read all lines of an open file, and cut off a last line that lacks its line break.
 
     Args:
-        file: A file that is open for reading and writing, and may have been killed while writing.
+        file: A file that is open for reading and appending. The run that wrote it may have been
+            killed in the middle of a line.
         path: The path of the file, for errors.
 
     Returns:
@@ -214,7 +215,7 @@ def _read_and_repair(file: IO[bytes], path: Path) -> list[Any]:
     """
     file.seek(0)
     content = file.read()
-    # Before the file is cut: this raises an error for files with anything but rows.
+    # First, since this raises an error for a file of another kind, which must not be changed.
     lines = _parse_rows(content, path, require_all_keys=False)
     length_of_complete_lines = content.rfind(b"\n") + 1
     if length_of_complete_lines < len(content):
@@ -278,16 +279,17 @@ def _parse_rows(content: bytes, path: Path, require_all_keys: bool) -> list[Any]
 
 
 def _require_row(row: Any, require_all_keys: bool) -> None:
-    """Raise an error unless a parsed line of JSON is a row of one of the `ROW_TYPES`.
+    """Raise an error unless a parsed line of JSON can be a row.
 
-    Rows of other kinds, and the header, may hold anything.
+    A row is a dict. If its kind is in `ROW_TYPES`, its values must have the types given there; the
+    header, and rows of other kinds, may hold anything.
 
     Args:
         row: The parsed line.
-        require_all_keys: Whether the row must have all keys of its kind, and name its kind.
+        require_all_keys: Whether the row must name its kind, and have all keys of that kind.
 
     Raises:
-        ValueError: If it is not a row, or a value has another type than in rows of its kind.
+        ValueError: If the line cannot be a row.
     """
     if not isinstance(row, dict):
         raise ValueError("no row")
@@ -299,9 +301,9 @@ def _require_row(row: Any, require_all_keys: bool) -> None:
     row_type = ROW_TYPES.get(kind)
     if row_type is None:
         return
-    hints = _type_hints(row_type)
+    type_hints = _type_hints(row_type)
     for key, value in row.items():
-        if key in hints and not _has_type(value, hints[key]):
+        if key in type_hints and not _has_type(value, type_hints[key]):
             raise ValueError("values of other types")
     if require_all_keys and not row_type.__required_keys__ <= row.keys():
         raise ValueError("keys are missing")

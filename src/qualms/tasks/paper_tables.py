@@ -160,6 +160,7 @@ def runtime(preset: Preset, workspace: Workspace) -> Iterator[Row]:
         return
     images = _load(dataset, workspace.root).subset(preset.timed)
     train = _load(dataset, workspace.root, "train").subset(MAX_TRAIN_IMAGES)
+    # The seed decides the random weights; afterwards torch's global random state is restored.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = load_model(name).to(workspace.device)
@@ -235,7 +236,7 @@ class _Evaluation:
 
 
 def _measure_calibration(evaluation: _Evaluation) -> Iterator[Row]:
-    """Yield a row for each method: how well its scores rank predictions by correctness."""
+    """Call `calibration`, which yields a row for each method, with the parts of an evaluation."""
     yield from calibration(
         evaluation.network,
         evaluation.images,
@@ -381,6 +382,7 @@ def _prepare_network(workspace: Workspace, dataset: str, setup: Setup, seed: int
             model = load_model(setup.network, published, classes=classes).to(workspace.device)
             return Network(f"{setup.network}, {entry.file}", model, entry.normalization)
     normalization = DATASETS[dataset].normalization.of_channels(entry.channels)
+    # The seed decides the fresh weights; afterwards torch's global random state is restored.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _build_network(setup.network, classes, workspace.device)

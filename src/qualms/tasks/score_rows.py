@@ -59,6 +59,7 @@ class ScoreRows(ABC, Generic[BatchT]):
         Scores of a method with other parameters than those in `exactly` are left out.
         """
         scores_by_method: dict[str, Any] = {}
+        # Each run that had other methods has added a row.
         for row in self.rows(batch):
             for name, scores in row["scores"].items():
                 if row["methods"][name] == self.exactly.get(name):
@@ -94,6 +95,7 @@ class ScoreRows(ABC, Generic[BatchT]):
             "seconds": round(time.perf_counter() - self._start, 3),
             **measures,
         }
+        # `rows` returns the stored list, so that later calls return the new row as well.
         self.rows(batch).append(self.journal.add(row))
 
 

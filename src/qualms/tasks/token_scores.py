@@ -76,7 +76,8 @@ def score_windows(
     about = {"data": windows.name, "seed": seed, "engine": str(engine), "params": params}
     exactly = {name: repr(method) for name, method in methods.items()}
     rows = _TokenRows(journal, about, exactly)
-    # The scorers made so far, by the names of their methods.
+    # The scorers made so far, by the names of their methods. Usually one is enough; if the journal
+    # has some of the scores, batches may lack scores by different methods.
     scorers: dict[tuple[str, ...], Scorer] = {}
 
     def score(batch: WindowBatch) -> Scored:
@@ -169,7 +170,7 @@ def usable_for_tokens(
         The methods that can score this model's tokens, by name, and a row with the reason for each
         other method.
     """
-    few_tokens = {"input_ids": windows.ids[:1, :4]}
+    few_tokens = {"input_ids": windows.ids[:1, :4]}  # [1 window, 4 tokens]
 
     def try_method(name: str, method: Method) -> None:
         """Score four tokens by a method; raise a QualmsError if the model does not support it."""
