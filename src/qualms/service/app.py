@@ -229,6 +229,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def answer_invalid_query(_: Request, error: RequestValidationError) -> Response:
         """Answer a mistake in a query string, which FastAPI parses; routes parse the bodies."""
         first = error.errors()[0]
+        # `loc` is such as ("query", "layers").
         return error_response(422, f"{first['loc'][-1]} is invalid: {first['msg']}.")
 
     @app.exception_handler(ValidationError)

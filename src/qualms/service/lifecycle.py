@@ -227,17 +227,17 @@ class Startup:
 
 
 @contextmanager
-def exit_if_hung(deadline: float, images: int) -> Iterator[None]:
+def exit_if_hung(deadline: float, num_images: int) -> Iterator[None]:
     """End this process if the block does not return in time: a hung model cannot be interrupted.
 
     The limit is one deadline for each image, plus one, so that slow models are not ended.
 
     Args:
         deadline: The deadline of a request, in seconds.
-        images: The number of images that are scored in the block.
+        num_images: The number of images that are scored in the block.
     """
-    limit = min((images + 1) * deadline, MAX_TIMER_SECONDS)
-    timer = threading.Timer(limit, _exit_hung, (limit, images))
+    limit = min((num_images + 1) * deadline, MAX_TIMER_SECONDS)
+    timer = threading.Timer(limit, _exit_hung, (limit, num_images))
     timer.daemon = True
     try:
         timer.start()
@@ -249,19 +249,20 @@ def exit_if_hung(deadline: float, images: int) -> Iterator[None]:
         timer.cancel()
 
 
-def _exit_hung(limit: float, images: int) -> None:
+def _exit_hung(limit: float, num_images: int) -> None:
     """Print the traceback of all threads, which shows where the model hangs; exit with code 1.
 
     Args:
         limit: The limit that has passed, in seconds.
-        images: The number of images in the batch.
+        num_images: The number of images in the batch.
     """
     message = (
-        f"the network took more than {limit:g} s for a batch of {images}, so its process exits. "
+        f"the network took more than {limit:g} s for a batch of {num_images}, so its process exits. "
         "It hangs here:"
     )
     print(f"qualms: {message}", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=STDERR)
+    # `sys.exit` would end only the thread of the timer.
     os._exit(1)
 
 

@@ -261,6 +261,7 @@ def _parse_rows(content: bytes, path: Path, require_all_keys: bool) -> list[Any]
         QualmsError: If a line is not a row, or the file does not begin with `HEADER_PREFIX`.
     """
     rows: list[Any] = []
+    # Without the bytes after the last line break.
     complete_lines = content[: content.rfind(b"\n") + 1].splitlines()
     for number, line in enumerate(complete_lines, start=1):
         try:
