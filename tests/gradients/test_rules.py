@@ -140,7 +140,7 @@ RULES_WITH_DEFECTS = {
     "embedding": (Tokens, "embedding.OuterSizes", "embedding"),
     "recurrent": (Steps, "recurrent.shift_steps", "gru"),
     "cell": (Cell, "recurrent._gates", "lstm_cell"),
-    "broadcast": (Scale, "broadcast._expand", "mul"),
+    "broadcast": (Scale, "broadcast._expand_along_rows", "mul"),
 }
 # Likewise a name that the gradient uses, and the parameter.
 GRADIENTS_WITH_DEFECTS = {

@@ -143,7 +143,7 @@ def convolution(
     out = call.run()
     edge = get_gradient_edge(out)
     if call.is_param(weight):
-        images = _Images(input, weight, geometry, layout, call.samples)
+        images = _Images(input, weight, geometry, layout, call.num_samples)
         gradient: Outer | Summed
         if transposed:
             gradient = images.transposed()
@@ -153,7 +153,7 @@ def convolution(
             gradient = images.plain(out.shape[-space:])
         call.add_factor(weight, [edge], gradient)
     if call.is_param(bias):
-        call.add_factor(bias, [edge], Summed.channels(call.samples, layout, bias, space=space))
+        call.add_factor(bias, [edge], Summed.channels(call.num_samples, layout, bias, space=space))
     return out
 
 
@@ -179,25 +179,25 @@ class _Images:
         weight: W.
         geometry: kernel, stride, dilation, padding and groups of the windows.
         layout: which axis of the input counts the rows.
-        samples: number of samples of the batch.
+        num_samples: number of samples of the batch.
     """
 
     input: Tensor
     weight: Tensor
     geometry: Geometry
     layout: Layout
-    samples: int
+    num_samples: int
 
     def by_row(self, t: Tensor) -> Tensor:
         """Arrange images, or cotangents of them, as [n, channel, *space]."""
         space = len(self.geometry.kernel)
-        return self.layout.leading(t).reshape(-1, *t.shape[-space - 1 :])
+        return self.layout.rows_first(t).reshape(-1, *t.shape[-space - 1 :])
 
     @property
     def images_per_sample(self) -> int:
         """Number of images of each sample."""
         space = len(self.geometry.kernel)
-        return math.prod(self.input.shape[: -space - 1]) // self.samples
+        return math.prod(self.input.shape[: -space - 1]) // self.num_samples
 
     def depthwise(self, positions: tuple[int, ...]) -> Summed:
         """Build the gradient of a depthwise convolution, whose filters see one channel each.
@@ -209,7 +209,7 @@ class _Images:
         def write(d: Tensor) -> Tensor:
             """Compute the gradients [b, c, 1, *kernel] from the cotangent of the result."""
             images = self.by_row(self.input)
-            return depthwise_gradient(self.by_row(d), images, self.geometry, self.samples)
+            return depthwise_gradient(self.by_row(d), images, self.geometry, self.num_samples)
 
         numel = self.weight.numel()
         multiplications = self.images_per_sample * math.prod(positions) * numel
@@ -236,7 +236,7 @@ class _Images:
 
         def gram() -> Tensor:
             """Compute aaᵀ from the inner products between pixels."""
-            return window_gram(at_least_float32(self.by_row(self.input)), geometry, self.samples)
+            return window_gram(at_least_float32(self.by_row(self.input)), geometry, self.num_samples)
 
         def arrange(grad: Tensor) -> Tensor:
             """Arrange [b, g, o, k·i] in the weight's shape, as [b, g·o, i, *k]."""
@@ -258,7 +258,7 @@ class _Images:
             grad_outputs,
             activations,
             arrange,
-            self.samples,
+            self.num_samples,
             sizes,
             fast_gram=gram if by_pixels else None,
             direct=direct,
@@ -290,4 +290,4 @@ class _Images:
             weight.shape[0] // groups,
             groups,
         )
-        return Outer(grad_outputs, activations, arrange, self.samples, sizes)
+        return Outer(grad_outputs, activations, arrange, self.num_samples, sizes)

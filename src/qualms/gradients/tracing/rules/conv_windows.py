@@ -144,7 +144,7 @@ def extract_windows(
 
 
 def window_gram(
-    image: Float[Tensor, "n c *space"], geometry: Geometry, samples: int
+    image: Float[Tensor, "n c *space"], geometry: Geometry, num_samples: int
 ) -> Float[Tensor, "b t t"]:
     """Compute the inner products between all windows of a sample from those between its pixels.
 
@@ -155,13 +155,13 @@ def window_gram(
     Args:
         image: images before padding; one group of channels.
         geometry: kernel, stride, dilation and padding of the windows.
-        samples: number of samples that the images belong to, in order.
+        num_samples: number of samples that the images belong to, in order.
     """
     x = geometry.pad(image).movedim(1, -1)
     n, *space, channels = x.shape
-    x = x.reshape(samples, -1, channels)
-    images = n // samples
-    products = torch.bmm(x, x.mT).reshape(samples, images, *space, images, *space)
+    x = x.reshape(num_samples, -1, channels)
+    images = n // num_samples
+    products = torch.bmm(x, x.mT).reshape(num_samples, images, *space, images, *space)
     positions = geometry.count_positions(space)
     total: Tensor | None = None
     for cut in geometry.shifts(positions):
@@ -169,7 +169,7 @@ def window_gram(
         total = shifted.clone() if total is None else total.add_(shifted)
     assert total is not None
     t = images * math.prod(positions)
-    return total.reshape(samples, t, t)
+    return total.reshape(num_samples, t, t)
 
 
 def weight_gradient(
@@ -210,7 +210,7 @@ def depthwise_gradient(
     cotangent: Float[Tensor, "n c *positions"],
     image: Float[Tensor, "n c *space"],
     geometry: Geometry,
-    samples: int,
+    num_samples: int,
 ) -> Float[Tensor, "b c 1 *kernel"]:
     """Compute the gradient of a depthwise convolution: Σ_t δ[c, t] a[c, t + k] for each offset k.
 
@@ -221,12 +221,12 @@ def depthwise_gradient(
         cotangent: cotangent δ of the convolution's result.
         image: the convolution's input a, before padding.
         geometry: kernel, stride, dilation and padding of the windows.
-        samples: number of samples that the images belong to, in order.
+        num_samples: number of samples that the images belong to, in order.
     """
     x, d = geometry.pad(at_least_float32(image)), at_least_float32(cotangent)
     sums = []
     for cut in geometry.shifts(d.shape[2:]):
         product = x[(slice(None), slice(None), *cut)] * d
         sums.append(product.flatten(2).sum(2))
-    of_samples = torch.stack(sums, dim=2).unflatten(0, (samples, -1)).sum(1)
+    of_samples = torch.stack(sums, dim=2).unflatten(0, (num_samples, -1)).sum(1)
     return of_samples.unflatten(2, (1, *geometry.kernel))

@@ -185,7 +185,7 @@ def prelu(call: OpCall, input: Tensor, weight: Tensor) -> Any:
     layout = call.input_layout(input)
     if layout is None:
         return NotImplemented
-    summed = partial(Summed.trailing, call.samples, layout)
+    summed = partial(Summed.trailing, call.num_samples, layout)
     return _affine(call, weight, None, negative_part, summed)
 
 
@@ -211,7 +211,7 @@ def _channel_affine(
     layout = call.input_layout(input)
     if layout is None or layout.axis not in (None, 0):
         return NotImplemented
-    summed = partial(Summed.channels, call.samples, layout, space=input.ndim - 2)
+    summed = partial(Summed.channels, call.num_samples, layout, space=input.ndim - 2)
     return _affine(call, weight, bias, normalize, summed)
 
 
@@ -241,7 +241,7 @@ def _trailing_affine(
         return NotImplemented
     if layout.axis is not None and layout.axis >= input.ndim - parameter.ndim:
         return NotImplemented
-    return _affine(call, weight, bias, normalize, partial(Summed.trailing, call.samples, layout))
+    return _affine(call, weight, bias, normalize, partial(Summed.trailing, call.num_samples, layout))
 
 
 def _affine(

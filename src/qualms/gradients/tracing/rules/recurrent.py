@@ -74,7 +74,7 @@ def recurrent(
     for t in learnable:
         of_rows = call.layout(t)
         assert of_rows is not None
-        gradient = Summed.row_parts(of_rows, call.samples, call.on_one_row(t).shape)
+        gradient = Summed.row_parts(of_rows, call.num_samples, call.on_one_row(t).shape)
         call.add_factor(t, [get_gradient_edge(copies[id(t)])], gradient)
     return out
 
@@ -104,7 +104,7 @@ def _run_one_way(
 
     def product(a: Tensor, scale: Tensor | None) -> Outer:
         """Build Σ_t (δ_t scale_t) ⊗ a_t; without a scale, W and U share δδᵀ."""
-        outer = Outer.product(call.samples, layout, a.detach(), w.shape[0], out_in)
+        outer = Outer.product(call.num_samples, layout, a.detach(), w.shape[0], out_in)
         if scale is None:
             return replace(outer, delta_gram=gram)
         return replace(outer, grad_outputs=lambda d: outer.grad_outputs(d * scale))
@@ -117,7 +117,7 @@ def _run_one_way(
         if call.is_param(bias):
             # biases[1] is b', which a GRU scales
             get_scale = _constant(scale) if scale is not None and number == 1 else None
-            call.add_factor(bias, [edge], Summed.trailing(call.samples, layout, bias, get_scale))
+            call.add_factor(bias, [edge], Summed.trailing(call.num_samples, layout, bias, get_scale))
     return h, last
 
 
