@@ -204,7 +204,8 @@ class OpCall:
         if layout is None:
             row_parts = [derived]
         else:
-            row_parts = [layout.select_row(derived, row) for row in range(self.num_rows)]
+            rows = range(self.num_rows)
+            row_parts = [layout.select_row(derived, row) for row in rows]
         if not all(same_values(part, on_one_row) for part in row_parts):
             raise NotBatchable(
                 f"an argument of {self.use.name} depends on the input in a way that cannot be "
@@ -254,9 +255,7 @@ class OpCall:
         params = [t for t in self.use.arguments if self.is_param(t)]
         copies, argument_nodes = self._copy_params()
         # Views are cloned for the reason that `run` states.
-        out = each_tensor(
-            self._run_with_copies(copies), lambda t: t.clone() if t._is_view() else t
-        )
+        out = each_tensor(self._run_with_copies(copies), lambda t: t.clone() if t._is_view() else t)
         results = [t for t in tensors_in(out) if t.requires_grad]
         if not results:
             raise NotBatchable(f"no result of {self.use.name} is differentiable")

@@ -79,7 +79,9 @@ class Layout:
         return torch.cat(row_parts, dim=self.axis)
 
 
-def infer_layout(one: Tensor, two: Tensor, shape: torch.Size | None, num_rows: int) -> Layout | None:
+def infer_layout(
+    one: Tensor, two: Tensor, shape: torch.Size | None, num_rows: int
+) -> Layout | None:
     """Find which axis of a tensor counts the rows, by comparing a pass on one row with one on two.
 
     Args:

@@ -112,9 +112,7 @@ def _find_sample_ids(
         # Raise a Ctrl-C that arrived since the last pass.
         interrupts.deliver()
         start = noise * row_scale.unsqueeze(1)
-        cotangents = torch.autograd.grad(
-            logits, edges, start, retain_graph=True, allow_unused=True
-        )
+        cotangents = torch.autograd.grad(logits, edges, start, retain_graph=True, allow_unused=True)
         return {edge: d for edge, d in zip(edges, cotangents, strict=True) if d is not None}
 
     unscaled = pull_back(torch.ones_like(id_of_row))
