@@ -77,7 +77,7 @@ class OpCall:
         alone.
         """
         copies, argument_nodes = self._copy_params()
-        result = self._run_with(copies)
+        result = self._run_with_copies(copies)
         # If the result is a view and is changed in place later, autograd replaces its node, and the
         # edge that a rule took from it gets no cotangent.
         if result._is_view():

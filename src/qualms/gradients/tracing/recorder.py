@@ -80,7 +80,7 @@ class Recorder(CallMode):
         rows_per_sample: int,
         trace_pair: TracePair | None,
     ) -> None:
-        """Start a recording; the class documents the arguments."""
+        """Start a recording. Args: see the class."""
         super().__init__()
         self.weights = weights
         self.num_rows = num_rows
