@@ -58,7 +58,7 @@ class OpCall:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the batch."""
+        """Number of rows of the batch; a sample and its perturbed copies have a row each."""
         return self.recorder.num_rows
 
     @property
@@ -84,7 +84,7 @@ class OpCall:
             result = result.clone()
         # If the logits depend on the inside of the operation in another way than by `result`, the
         # factor would miss that part: `require_no_bypass` then raises.
-        self.recorder.reach.add_operation(result.grad_fn, argument_nodes)
+        self.recorder.inner_nodes.add_operation(result.grad_fn, argument_nodes)
         return result
 
     def run_with(self, replace: Callable[[Tensor], Tensor]) -> Any:
@@ -131,7 +131,7 @@ class OpCall:
 
     # Which part of a tensor belongs to which row.
 
-    def layout(self, t: Tensor) -> Layout | None:
+    def find_layout(self, t: Tensor) -> Layout | None:
         """Find which axis of the argument `t` counts the rows; None if no axis does."""
         # A single row, which owns the whole tensor.
         if self.recorder.trace_pair is None:
@@ -140,14 +140,14 @@ class OpCall:
         one, two = self._find_in_trace_pair()
         return infer_layout(one.arguments[index], two.arguments[index], t.shape, self.num_rows)
 
-    def input_layout(self, t: Tensor) -> Layout | None:
+    def find_input_layout(self, t: Tensor) -> Layout | None:
         """Find which axis of the argument `t` counts the rows; None if it is a parameter.
 
-        As `layout`, but for an argument that must depend on the input.
+        As `find_layout`, but for an argument that must depend on the input.
         """
-        return None if self.is_param(t) else self.layout(t)
+        return None if self.is_param(t) else self.find_layout(t)
 
-    def result_layout(self, index: int = 0) -> Layout | None:
+    def find_result_layout(self, index: int = 0) -> Layout | None:
         """Find which axis of a result counts the rows; None if no axis does.
 
         Args:
@@ -167,7 +167,7 @@ class OpCall:
         """Return the number of axes of the first result."""
         return self._find_in_trace_pair()[0].results[0].ndim
 
-    def on_one_row(self, t: Tensor) -> Tensor:
+    def value_on_one_row(self, t: Tensor) -> Tensor:
         """Return the tensor that stood in place of argument `t` in the pass over a single row."""
         if self.recorder.trace_pair is None:
             return t
@@ -199,8 +199,8 @@ class OpCall:
             NotBatchable: if rows differ, so that the tensor depends on the input in a way that the
                 recorder does not see: through TorchScript, NumPy or a Python number.
         """
-        on_one_row = self.on_one_row(derived)
-        layout = self.layout(derived)
+        on_one_row = self.value_on_one_row(derived)
+        layout = self.find_layout(derived)
         if layout is None:
             row_parts = [derived]
         else:
@@ -226,13 +226,13 @@ class OpCall:
             The operation's result.
         """
         params = [t for t in self.use.arguments if self.is_param(t)]
-        layouts = [self.layout(param) for param in params]
+        layouts = [self.find_layout(param) for param in params]
         if not all(layouts):  # some parameter has no row axis
             return self._run_row_by_row(params)
         copies = {id(param): param.detach().requires_grad_() for param in params}
         for param, layout in zip(params, layouts, strict=True):
             assert layout is not None
-            shape = self.on_one_row(param).shape
+            shape = self.value_on_one_row(param).shape
             gradient = Summed.for_repeated(layout, self.num_samples, shape)
             self.add_factor(param, [get_gradient_edge(copies[id(param)])], gradient)
         return self._run_with_copies(copies)
@@ -261,7 +261,7 @@ class OpCall:
             raise NotBatchable(f"no result of {self.use.name} is differentiable")
         # Several results may share nodes, which then cannot be assigned to one of them.
         if len(results) == 1:
-            self.recorder.reach.add_operation(results[0].grad_fn, argument_nodes)
+            self.recorder.inner_nodes.add_operation(results[0].grad_fn, argument_nodes)
         edges = tuple(get_gradient_edge(t) for t in results)
         all_builders: dict[int, GradientBuilder] = dict(builders or {})
         for param_id, copy in copies.items():
@@ -314,7 +314,7 @@ class OpCall:
         # `add_` changes its argument, `__add__` does not.
         if self.use.name.endswith("_") and not self.use.name.startswith("_"):
             raise NotBatchable(f"{self.use.name} changes its argument in place")
-        layouts = {id(t): self.layout(t) for t in self.use.arguments}
+        layouts = {id(t): self.find_layout(t) for t in self.use.arguments}
         # From the id of a parameter to the edges of its copies, one for each row.
         copy_edges: dict[int, list[GradientEdge]] = {id(param): [] for param in params}
 
@@ -331,7 +331,7 @@ class OpCall:
         for row in range(self.num_rows):
             row_results.append(self.run_with(partial(select_or_copy, row=row)))
         for param in params:
-            shape = self.on_one_row(param).shape
+            shape = self.value_on_one_row(param).shape
             gradient = Summed.for_row_copies(self.num_samples, shape)
             self.add_factor(param, copy_edges[id(param)], gradient)
         self._mark_without_rule(params)
@@ -343,14 +343,14 @@ class OpCall:
         Args:
             row_results: the result of each row, a tensor or nested tuples and lists of tensors.
         """
-        # The index of the next tensor in the result, as `result_layout` takes it.
+        # The index of the next tensor in the result, as `find_result_layout` takes it.
         next_index = itertools.count()
 
         def join(values: list[Any]) -> Any:
             """Join a tensor or tuple of all rows; of other values, return that of the first row."""
             first = values[0]
             if isinstance(first, Tensor):
-                layout = self.result_layout(next(next_index))
+                layout = self.find_result_layout(next(next_index))
                 if layout is None:
                     raise NotBatchable(f"the result of {self.use.name} has no batch axis")
                 return layout.join_rows(values)

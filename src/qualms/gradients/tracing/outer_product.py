@@ -91,7 +91,7 @@ def _multiply_delta(
     return torch.bmm(delta, delta.mT)
 
 
-def out_in(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b o f"]:
+def arrange_out_in(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b o f"]:
     """Reshape the gradient of a weight [o, f], as `linear` takes it, by dropping the group axis.
 
     b is the number of samples, o of output features, f of input features.
@@ -99,7 +99,7 @@ def out_in(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b o f"]:
     return grad.squeeze(1)
 
 
-def in_out(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b f o"]:
+def arrange_in_out(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b f o"]:
     """Reshape the gradient of a weight [f, o], as `matmul` takes it: drop the group axis, transpose.
 
     b is the number of samples, o of output features, f of input features.

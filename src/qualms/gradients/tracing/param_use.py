@@ -119,7 +119,7 @@ def nodes_behind(nodes: list[Any]) -> set[Any]:
 
 
 @dataclass
-class Reach:
+class InnerNodes:
     """Autograd nodes that a backward pass may enter only through the result of their operation.
 
     A rule computes a parameter's gradient from the cotangent of its operation's result. If the
@@ -127,10 +127,10 @@ class Reach:
     pass takes, or an autograd function), the cotangent misses that part.
 
     Args:
-        inside: a dict from each node inside an operation to the node of that operation's result.
+        result_of: a dict from each node inside an operation to the node of the operation's result.
     """
 
-    inside: dict[Any, Any] = field(default_factory=dict)
+    result_of: dict[Any, Any] = field(default_factory=dict)
 
     def add_operation(self, result: Any, arguments: Iterable[Any]) -> None:
         """Add the nodes of one operation, from its result back to its arguments.
@@ -143,8 +143,8 @@ class Reach:
         pending = [result]
         while pending:
             node = pending.pop()
-            if node is not None and node not in outside and node not in self.inside:
-                self.inside[node] = result
+            if node is not None and node not in outside and node not in self.result_of:
+                self.result_of[node] = result
                 pending.extend(parent for parent, _ in node.next_functions)
 
     def bypasses_result(self, node: Any, next_node: Any) -> bool:
@@ -156,10 +156,10 @@ class Reach:
             node: the node that the backward pass comes from.
             next_node: the node that it goes to.
         """
-        result = self.inside.get(next_node)
+        result = self.result_of.get(next_node)
         if result is None or next_node is result:
             return False
-        return self.inside.get(node) is not result
+        return self.result_of.get(node) is not result
 
 
 # Where a forward pass uses the parameters, and in which order.

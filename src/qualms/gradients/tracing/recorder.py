@@ -33,9 +33,9 @@ from qualms.gradients.function_modes import CallMode, run_function
 from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.op_call import OpCall
 from qualms.gradients.tracing.param_use import (
+    InnerNodes,
     OpKey,
     ParamUse,
-    Reach,
     TracePair,
     UseOrder,
     Weights,
@@ -55,7 +55,7 @@ class Recorder(CallMode):
         weights: the leaves that replace the parameters.
         inputs: the tensors of the batch.
         num_rows: number of rows of the batch.
-        rows_per_sample: number of rows that belong to each sample.
+        rows_per_sample: number of rows that belong to each sample: itself and its perturbed copies.
         trace_pair: the same pass traced on one row and on two; None for a single row, and while
             these two are traced.
 
@@ -65,7 +65,7 @@ class Recorder(CallMode):
         param_uses: all uses of parameters; recorded only if there is no `trace_pair`.
         shapes: name and shapes of all operations on active tensors (those that depend on the
             input); recorded only if there is no `trace_pair`.
-        reach: graph nodes that a backward pass may enter only through their operation's result.
+        inner_nodes: graph nodes that a backward pass may enter only through their operation's result.
         first_use: names of the parameters in the order of their first use.
         without_rule: names of parameters that an operation without a rule uses.
         reads_values: whether an active tensor is turned into a Python number or an array.
@@ -90,7 +90,7 @@ class Recorder(CallMode):
         self.unbatched_ops: list[UnbatchedOp] = []
         self.param_uses: list[ParamUse] = []
         self.shapes: list[Shapes] = []
-        self.reach = Reach()
+        self.inner_nodes = InnerNodes()
         self.first_use: list[str] = []
         self.without_rule: set[str] = set()
         self.reads_values = False
@@ -139,7 +139,7 @@ class Recorder(CallMode):
         tensors = list(tensors_in((args, kwargs)))
         params = [t for t in tensors if id(t) in self._params]
         active = [t for t in tensors if t in self._active]
-        changed_in_place = tensors[:1] if writes(func) else []
+        changed_in_place = tensors[:1] if is_in_place(func) else []
         name = bare_name(func)
         if params and active and name == "getitem" and all(map(_is_single_index, active)):
             # W[e] with a single index e is treated as W[int(e)]: a value of the input is read, and
@@ -391,7 +391,7 @@ def bare_name(func: Any) -> str:
     return full_name(func).strip("_")
 
 
-def writes(func: Any) -> bool:
+def is_in_place(func: Any) -> bool:
     """Whether an operation of torch changes its first argument in place, as `add_` does."""
     name = getattr(func, "__name__", "")
     return func in WRITING or (name.endswith("_") and not name.endswith("__"))
@@ -415,7 +415,7 @@ def shape_depends_on_values(name: str, args: tuple[Any, ...], active: list[Tenso
     return name in COUNTING_VALUES or (name == "where" and len(args) == 1)
 
 
-def _never(*_: Any) -> bool:
+def _return_false(*_: Any) -> bool:
     """Return False; `without_override_checks` puts this in place of torch's checks for modes."""
     return False
 
@@ -431,7 +431,8 @@ def without_override_checks(func: types.FunctionType) -> Callable[..., Any]:
         func: the function.
     """
     checks = dict.fromkeys(
-        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never
+        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"),
+        _return_false,
     )
     copy = types.FunctionType(
         func.__code__,

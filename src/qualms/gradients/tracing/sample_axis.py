@@ -30,13 +30,13 @@ class Layout:
             tensor, whatever its shape.
         num_rows: number of rows of the batch.
         entries_per_row: number of entries that each row has along `axis`.
-        interleaved: whether the entries of a row are `num_rows` apart, not next to each other.
+        is_interleaved: whether the entries of a row are `num_rows` apart, not next to each other.
     """
 
     axis: int | None = None
     num_rows: int = 1
     entries_per_row: int = 1
-    interleaved: bool = False
+    is_interleaved: bool = False
 
     def rows_first(self, t: Tensor) -> Tensor:
         """Move the row axis to the front, with a row's entries next to each other.
@@ -47,7 +47,7 @@ class Layout:
         if self.axis is None:
             return t
         t = t.movedim(self.axis, 0)
-        if self.interleaved:
+        if self.is_interleaved:
             by_entry_and_row = t.unflatten(0, (self.entries_per_row, self.num_rows))
             t = by_entry_and_row.transpose(0, 1).flatten(0, 1)
         return t
@@ -61,7 +61,7 @@ class Layout:
         """
         if self.axis is None:
             return t
-        if self.interleaved:
+        if self.is_interleaved:
             by_entry_and_row = t.unflatten(self.axis, (self.entries_per_row, self.num_rows))
             return by_entry_and_row.select(self.axis + 1, row)
         return t.narrow(self.axis, row * self.entries_per_row, self.entries_per_row)
@@ -74,7 +74,7 @@ class Layout:
         """
         if self.axis is None:
             return row_parts[0]
-        if self.interleaved:
+        if self.is_interleaved:
             return torch.stack(row_parts, dim=self.axis + 1).flatten(self.axis, self.axis + 1)
         return torch.cat(row_parts, dim=self.axis)
 
@@ -110,7 +110,7 @@ def infer_layout(
     _require_clear(shape is None or tuple(shape) == expected_shape)
     if entries_per_row == 1:
         return Layout(axis, num_rows)
-    return Layout(axis, num_rows, entries_per_row, interleaved=_is_interleaved(one, two, axis))
+    return Layout(axis, num_rows, entries_per_row, is_interleaved=_is_interleaved(one, two, axis))
 
 
 def _is_interleaved(one: Tensor, two: Tensor, axis: int) -> bool:
@@ -137,7 +137,7 @@ def _is_interleaved(one: Tensor, two: Tensor, axis: int) -> bool:
     adjacent = Layout(axis, num_rows=2, entries_per_row=entries_per_row)
     if fits(adjacent):
         return False
-    _require_clear(fits(replace(adjacent, interleaved=True)))
+    _require_clear(fits(replace(adjacent, is_interleaved=True)))
     return True
 
 

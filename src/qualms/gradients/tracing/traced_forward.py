@@ -13,7 +13,13 @@ from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.single_sample import NO_PATH
 from qualms.gradients.tracing.factors import merge_slices
-from qualms.gradients.tracing.param_use import Reach, TracePair, UseOrder, Weights, nodes_behind
+from qualms.gradients.tracing.param_use import (
+    InnerNodes,
+    TracePair,
+    UseOrder,
+    Weights,
+    nodes_behind,
+)
 from qualms.gradients.tracing.recorder import Recorder
 from qualms.gradients.tracing.sample_ids import resolve_sample_ids
 
@@ -52,7 +58,9 @@ def trace_forward(
         logits = forward_logits(model, model_input, recorder)
         if not logits.requires_grad:
             raise QualmsError(NO_PATH)
-        require_no_bypass(logits, [*model.parameters(), *weights.leaves.values()], recorder.reach)
+        require_no_bypass(
+            logits, [*model.parameters(), *weights.leaves.values()], recorder.inner_nodes
+        )
     samples_in_batch = num_rows // model_input.rows_per_sample
     recorder.factors += resolve_sample_ids(recorder.unbatched_ops, logits, samples_in_batch)
     recorder.factors = merge_slices(recorder.factors, weights)
@@ -83,7 +91,9 @@ def _has_script(module: nn.Module) -> bool:
     return any(isinstance(value, scripts) for value in (module, *vars(module).values()))
 
 
-def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor], reach: Reach) -> None:
+def require_no_bypass(
+    logits: Tensor, parameters: Iterable[Tensor], inner_nodes: InnerNodes
+) -> None:
     """Raise NotBatchable if the logits depend on a parameter past the operations recorded.
 
     The recorder, a function mode, does not see inside TorchScript, an autograd function, or a
@@ -92,7 +102,7 @@ def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor], reach: Reach
     Args:
         logits: the logits, with their graph.
         parameters: the parameters, and the leaves that replaced them.
-        reach: which nodes of the graph may only be entered through an operation's result.
+        inner_nodes: which nodes of the graph may only be entered through an operation's result.
     """
     # Recorded uses take detached copies, so no path from the logits may end at a parameter.
     parameter_ids = {id(parameter) for parameter in parameters}
@@ -103,7 +113,7 @@ def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor], reach: Reach
             raise NotBatchable("a parameter is used where it cannot be traced")
     for node in nodes:
         for next_node, _ in node.next_functions:
-            if reach.bypasses_result(node, next_node):
+            if inner_nodes.bypasses_result(node, next_node):
                 raise NotBatchable("the forward pass computes gradients itself")
 
 

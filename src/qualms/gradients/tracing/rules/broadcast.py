@@ -52,12 +52,12 @@ def broadcast(call: OpCall, *args: Any, **kwargs: Any) -> Any:
         y; NotImplemented, so that the general path runs it, if p cannot be expanded along the axis
         of y that counts the rows, or if only a single row is traced.
     """
-    layout = call.result_layout() if call.recorder.trace_pair else None
+    layout = call.find_result_layout() if call.recorder.trace_pair else None
     if layout is None:
         return NotImplemented
     params = [t for t in call.use.arguments if call.is_param(t)]
     # A parameter with a layout was expanded by the model, and has a part for each row already.
-    if any(call.layout(p) for p in params) or not _can_broadcast(call, layout, params):
+    if any(call.find_layout(p) for p in params) or not _can_broadcast(call, layout, params):
         return NotImplemented
     copies: dict[int, Tensor] = {}
     for p in params:

@@ -185,7 +185,7 @@ def _image_layout(call: OpCall, input: Tensor, space: int) -> Layout | None:
     Returns:
         The layout; None if another axis than the first counts the rows, or none does.
     """
-    layout = call.input_layout(input)
+    layout = call.find_input_layout(input)
     if layout is None or layout.axis is None:
         return layout
     has_batch_axis = input.ndim == space + 2

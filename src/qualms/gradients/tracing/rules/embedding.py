@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from qualms.gradients.precision import at_least_float32
-from qualms.gradients.tracing.outer_product import Outer, OuterSizes, in_out
+from qualms.gradients.tracing.outer_product import Outer, OuterSizes, arrange_in_out
 
 if TYPE_CHECKING:
     from qualms.gradients.tracing.op_call import OpCall
@@ -41,7 +41,7 @@ def embedding(
         y; NotImplemented, so that the general path runs it, if the rule does not cover the
         arguments.
     """
-    layout = call.input_layout(input)
+    layout = call.find_input_layout(input)
     if layout is None or scale_grad_by_freq or not call.is_param(weight):
         return NotImplemented
     out = call.run()
@@ -81,7 +81,7 @@ def embedding(
     outer = Outer(
         grad_outputs=arrange_cotangent,
         activations=one_hot,
-        arrange=in_out,
+        arrange=arrange_in_out,
         num_samples=num_samples,
         sizes=sizes,
         fast_gram=compare_ids,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from qualms.gradients.tracing.factors import Summed
-from qualms.gradients.tracing.outer_product import Outer, in_out, out_in
+from qualms.gradients.tracing.outer_product import Outer, arrange_in_out, arrange_out_in
 from qualms.gradients.tracing.rules.broadcast import broadcast
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _run_product(
     Returns:
         The product; NotImplemented if no axis of the activations, or the last one, counts the rows.
     """
-    layout = call.input_layout(activations)
+    layout = call.find_input_layout(activations)
     if layout is None or layout.axis == activations.ndim - 1:
         return NotImplemented
     out = call.run()
@@ -107,7 +107,7 @@ def _run_product(
             layout,
             activations,
             out_features=weight.shape[out_axis],
-            arrange=in_out if out_axis == 1 else out_in,
+            arrange=arrange_in_out if out_axis == 1 else arrange_out_in,
         )
         call.add_factor(weight, [edge], gradient)
     if call.is_param(bias):
@@ -134,7 +134,7 @@ def unbatched_linear(
     """
     if call.is_param(input) or weight.ndim != 2:
         return NotImplemented
-    builders = {id(weight): lambda sample_ids: sample_ids.for_product(input, out_in)}
+    builders = {id(weight): lambda sample_ids: sample_ids.for_product(input, arrange_out_in)}
     if bias is not None:
         builders[id(bias)] = lambda sample_ids: sample_ids.for_bias(bias)
     return call.run_unbatched(builders)
@@ -156,4 +156,6 @@ def unbatched_matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
     """
     if call.is_param(input) or other.ndim != 2 or input.ndim < 2:
         return NotImplemented
-    return call.run_unbatched({id(other): lambda sample_ids: sample_ids.for_product(input, in_out)})
+    return call.run_unbatched(
+        {id(other): lambda sample_ids: sample_ids.for_product(input, arrange_in_out)}
+    )

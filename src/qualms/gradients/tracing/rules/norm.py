@@ -218,7 +218,7 @@ def prelu(call: OpCall, input: Tensor, weight: Tensor) -> Any:
 
     if weight.numel() > 1:
         return _run_channel_affine(call, input, weight, None, negative_part)
-    layout = call.input_layout(input)
+    layout = call.find_input_layout(input)
     if layout is None:
         return NotImplemented
     build_gradient = partial(Summed.for_trailing_axes, call.num_samples, layout)
@@ -246,7 +246,7 @@ def _run_channel_affine(
     Returns:
         The result; NotImplemented if another axis than the first counts the rows, or none does.
     """
-    layout = call.input_layout(input)
+    layout = call.find_input_layout(input)
     if layout is None or layout.axis not in (None, 0):
         return NotImplemented
     build_gradient = partial(Summed.for_channels, call.num_samples, layout, space=input.ndim - 2)
@@ -275,7 +275,7 @@ def _run_trailing_affine(
         The result; NotImplemented if there is neither γ nor β, if an axis that γ or β has counts
         the rows, or if no axis does.
     """
-    layout = call.input_layout(input)
+    layout = call.find_input_layout(input)
     parameter = weight if weight is not None else bias
     if layout is None or parameter is None:
         return NotImplemented

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from qualms.gradients.batch import each_tensor
 from qualms.gradients.tracing.factors import Summed
-from qualms.gradients.tracing.outer_product import Outer, SharedGram, out_in
+from qualms.gradients.tracing.outer_product import Outer, SharedGram, arrange_out_in
 from qualms.gradients.tracing.rules.recurrent_layers import OneWay, RecurrentOptions, run_layers
 from qualms.gradients.tracing.rules.recurrent_steps import State, shift_steps, state_scale
 from qualms.gradients.tracing.sample_axis import Layout
@@ -55,7 +55,7 @@ def recurrent(
     layer_options = RecurrentOptions.of(options, named)
     if layer_options is None:
         return NotImplemented
-    layout = call.layout(input)
+    layout = call.find_layout(input)
     batch_axis = 0 if layer_options.batch_first else 1
     if layout is None or layout.axis not in (None, batch_axis):
         return NotImplemented
@@ -66,7 +66,7 @@ def recurrent(
     if any(p.requires_grad and not call.is_param(p) for p in params):
         return NotImplemented
     # Without a layout, a parameter was not expanded to all rows.
-    if not all(map(call.layout, learned_inputs)):
+    if not all(map(call.find_layout, learned_inputs)):
         return NotImplemented
     # Layers run with time first.
     time_first = layout if layout.axis is None else replace(layout, axis=1)
@@ -77,9 +77,9 @@ def recurrent(
     if out is NotImplemented:
         return out
     for t in learned_inputs:
-        row_layout = call.layout(t)
+        row_layout = call.find_layout(t)
         assert row_layout is not None
-        gradient = Summed.for_repeated(row_layout, call.num_samples, call.on_one_row(t).shape)
+        gradient = Summed.for_repeated(row_layout, call.num_samples, call.value_on_one_row(t).shape)
         call.add_factor(t, [get_gradient_edge(copies[id(t)])], gradient)
     return out
 
@@ -112,7 +112,7 @@ def _run_one_way(
     edge = get_gradient_edge(zeros)
     h, last_state, coefficients = detached(x, state, zeros)
     build_product = partial(
-        Outer.for_product, call.num_samples, layout, out_features=num_gates, arrange=out_in
+        Outer.for_product, call.num_samples, layout, out_features=num_gates, arrange=arrange_out_in
     )
     # For W, and if δ is not scaled for U too. W and U then share δδᵀ.
     shared_gram = SharedGram()
