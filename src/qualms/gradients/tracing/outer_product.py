@@ -100,7 +100,7 @@ def arrange_out_in(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b o f"]:
 
 
 def arrange_in_out(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b f o"]:
-    """Reshape the gradient of a weight [f, o], as `matmul` takes it: drop the group axis, transpose.
+    """Reshape the gradient of a weight [f, o], as `matmul` takes it, and drop the group axis.
 
     b is the number of samples, o of output features, f of input features.
     """
@@ -127,9 +127,9 @@ class OuterSizes(NamedTuple):
 class Outer:
     """A gradient Σ_t δ_t ⊗ a_t for each group, written out only where that is cheaper.
 
-    In shapes, b counts samples, g groups, t positions, o features of δ, f features of the
-    activations a, m cotangents, and bg is a single axis of b·g entries. As matrices, δ is [bg, t, o]
-    and a is [bg, t, f]. `target` is the parameter, as in `GradFactor`.
+    δ is the cotangent of a product, and a its input, the activations. In shapes, b counts samples,
+    g groups, t positions, o features of δ, f features of a, m cotangents, and bg is a single axis
+    of b·g entries. As matrices, δ is [bg, t, o] and a is [bg, t, f]. `target` is the parameter.
 
     Args:
         grad_outputs: maps a cotangent to its factor δ [n, t, g, o]; n counts rows, or parts of rows
@@ -202,15 +202,16 @@ class Outer:
 
     @property
     def numel(self) -> int:
-        """Number of entries of one sample's gradient."""
+        """Number of entries of one sample's gradient, [groups, out_features, in_features]."""
         return self.sizes.groups * self.sizes.out_features * self.sizes.in_features
 
     def count_stored(
         self, rows_per_sample: int, num_cotangents: int, is_alone: bool = False
     ) -> int:
-        """Count the floats that a norm stores for each sample: the Gram matrix aaᵀ, a, or none.
+        """Count the floats that the norm of a gradient δᵀa stores for each sample.
 
-        `self.sizes` must be those of a single row: they are multiplied by `rows_per_sample`.
+        These are the activations a [t, f] or their Gram matrix aaᵀ [t, t], for each group; none if
+        the gradient is computed without them. The gradient must have been traced on a single row.
 
         Args:
             rows_per_sample: number of rows of each sample.
@@ -218,6 +219,7 @@ class Outer:
             is_alone: whether the sample is the only one of its chunk, so that `direct` may compute
                 its gradient without a copy of all windows.
         """
+        # Positions, features of δ, features of a, groups.
         t, o, f, g = self.sizes
         t *= rows_per_sample
         if gram_is_cheaper(t, o, f, num_cotangents):
@@ -242,27 +244,32 @@ class Outer:
         )
 
     def prefers_gram(self, num_cotangents: int) -> bool:
-        """Whether norms take less work as ⟨δδᵀ, aaᵀ⟩ than as ‖δᵀa‖².
+        """Whether squared norms of the gradient δᵀa take less work as ⟨δδᵀ, aaᵀ⟩ than as ‖δᵀa‖².
 
         Args:
             num_cotangents: number of cotangents that share the Gram matrix aaᵀ.
         """
+        # Positions, features of δ, features of the activations a, groups.
         t, o, f, _ = self.sizes
         return gram_is_cheaper(t, o, f, num_cotangents)
 
     @property
     def _is_direct(self) -> bool:
-        """Whether `direct` computes the gradient: for a single sample whose activations are large."""
-        t, _, f, g = self.sizes
-        is_large = g * t * f > MAX_WINDOW_ENTRIES
+        """Whether `direct` computes the gradient: for a single sample with large activations."""
+        num_entries = self.sizes.groups * self.sizes.positions * self.sizes.in_features
+        is_large = num_entries > MAX_WINDOW_ENTRIES
         return self.num_samples == 1 and self.direct is not None and is_large
 
     # The factors.
 
     def compute_delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
-        """Compute the factor δ [b·g, t, o] from a cotangent, passed as the only entry of a list.
+        """Arrange the cotangent δ of the operation's result by sample, group and position.
 
-        b counts samples, g groups, t positions and o features.
+        Args:
+            cotangents: the cotangent at the factor's edge, as the only entry of a list.
+
+        Returns:
+            The factor δ [b·g, t, o], for b samples, g groups, t positions and o features.
         """
         (cotangent,) = cotangents
         assert cotangent is not None
@@ -320,6 +327,8 @@ class Outer:
     def compute(self, cotangents: list[Tensor | None]) -> Float[Tensor, "b ..."]:
         """Write out the gradient Σ_t δ_t a_tᵀ of each of the b samples: [b, *target.shape].
 
+        δ_t is the cotangent of a product and a_t its input, at position t.
+
         Args:
             cotangents: the cotangents at the factor's edges, for one class or direction.
         """
@@ -334,9 +343,12 @@ class Outer:
     ) -> Float[Tensor, " b"]:
         """Compute ‖Σ_t δ_t a_tᵀ‖² of each of the b samples, in the way that takes the least work.
 
+        δ_t is the cotangent of a product and a_t its input, the activations, at position t.
+
         Args:
             cotangents: the cotangents at the factor's edges; for most gradients there is one edge.
-            num_cotangents: how many classes or directions call this, sharing the work on a.
+            num_cotangents: number of classes or directions that this is called for, which share the
+                work on activations.
         """
         if self._is_direct and not self.prefers_gram(num_cotangents):
             return sum_of_squares(self._compute_directly(cotangents).flatten(1))
@@ -352,9 +364,10 @@ class Outer:
         return self._sum_groups(squared_norms)
 
     def l1_norm(self, cotangents: list[Tensor | None]) -> Float[Tensor, " b"]:
-        """Compute Σ|g| = Σ|δ| Σ|a| of each sample's gradient g = δaᵀ.
+        """Compute Σ|g| = Σ|δ| Σ|a| of each sample's gradient g = δaᵀ, for b samples.
 
-        Only valid if there is a single position, so that the gradient is a single product.
+        δ is the cotangent of a product and a its input. Only valid if there is a single position,
+        so that the gradient is a single outer product.
 
         Args:
             cotangents: the cotangents at the factor's edges.
@@ -366,7 +379,7 @@ class Outer:
     def inner_products_along(
         self, cotangents_by_direction: list[list[Tensor | None]]
     ) -> Float[Tensor, "b m m"]:
-        """Compute ⟨G_i, G_j⟩ for all pairs of the gradients of m directions, for each of b samples.
+        """Compute ⟨G_i, G_j⟩ between the gradients of m directions, for each of b samples.
 
         Args:
             cotangents_by_direction: for each direction, the cotangents at the factor's edges.
@@ -375,7 +388,7 @@ class Outer:
         return self.inner_products(torch.stack(deltas, dim=1))
 
     def inner_products(self, deltas: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m m"]:
-        """Compute ⟨G_i, G_j⟩ for all pairs of m gradients G_i = δ_iᵀa, which share the activations a.
+        """Compute ⟨G_i, G_j⟩ between m gradients G_i = δ_iᵀa, which share the activations a.
 
         Args:
             deltas: the factors δ_1, …, δ_m, for b samples, g groups, t positions and o features.
@@ -436,9 +449,9 @@ class Outer:
     def _squared_norm_by_gram(
         self, delta: Float[Tensor, "bg t o"], cotangents: list[Tensor | None]
     ) -> Float64[Tensor, " bg"]:
-        """Compute ⟨δδᵀ, aaᵀ⟩, or ‖δᵀa‖² where positions cancel or 32 bits are too few.
+        """Compute ‖δᵀa‖² as ⟨δδᵀ, aaᵀ⟩; directly where positions cancel or 32 bits are too few.
 
-        a are the activations.
+        a are the activations, whose Gram matrix aaᵀ is computed once.
 
         Args:
             delta: the factor δ, for b samples, g groups, t positions and o features.

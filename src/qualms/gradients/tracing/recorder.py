@@ -65,7 +65,8 @@ class Recorder(CallMode):
         param_uses: all uses of parameters; recorded only if there is no `trace_pair`.
         shapes: name and shapes of all operations on active tensors (those that depend on the
             input); recorded only if there is no `trace_pair`.
-        inner_nodes: graph nodes that a backward pass may enter only through their operation's result.
+        inner_nodes: graph nodes that a backward pass may enter only through the result of their
+            operation.
         first_use: names of the parameters in the order of their first use.
         without_rule: names of parameters that an operation without a rule uses.
         reads_values: whether an active tensor is turned into a Python number or an array.
@@ -164,6 +165,7 @@ class Recorder(CallMode):
         self._record_first_use(params)
         # Written in Python: trace the calls inside.
         if isinstance(func, types.FunctionType):
+            # torch disables a mode while it handles a call: enable this one again.
             with self:
                 return run_function(without_override_checks(func), args, kwargs)
         out = self._run_use(func, args, kwargs, tensors)
@@ -223,7 +225,7 @@ class Recorder(CallMode):
                 out = _try_rule(find_rule(call.use.name), call)
                 return call.run_on_copies() if out is NotImplemented else out
             except NotBatchable:
-                # A single row, which has no axis to find: running it as unbatched would not help.
+                # Without a pair no axis is searched for: the operation fails for another reason.
                 if pair is None:
                     raise
                 pair.unbatched.add(call.use.key)

@@ -304,7 +304,7 @@ class _ConvInput:
         """Build the gradient of a transposed convolution, Σ_t (window of δ at t) ⊗ a_t.
 
         δ is the cotangent of the result, and a_t the input at position t. In the shapes below, n
-        counts images, g groups, o and i output and input channels of a group, k entries of a window.
+        counts images, g groups, o and i output and input channels of a group, k window entries.
         """
         weight, geometry = self.weight, self.geometry
         kernel, groups = geometry.kernel, geometry.groups

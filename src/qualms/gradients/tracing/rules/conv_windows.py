@@ -246,9 +246,9 @@ def depthwise_gradient(
 ) -> Float[Tensor, "b c 1 *kernel"]:
     """Compute the gradient of a depthwise convolution: Σ_t δ[c, t] a[c, t + k] for each offset k.
 
-    δ is the cotangent of the result, a the image, c a channel and t a position. Each offset takes one
-    product with a shifted image: a copy of all windows would take as many times the image's memory
-    as there are offsets.
+    δ is the cotangent of the result, a the image, c a channel and t a position. Each offset takes
+    one product with a shifted image: a copy of all windows would take as many times the image's
+    memory as there are offsets.
 
     Args:
         cotangent: cotangent δ of the convolution's result.

@@ -1,10 +1,10 @@
 """Rules for recurrent layers and cells: the gradient of each weight is a sum over all steps.
 
 The cotangents δ_t of the gates' pre-activations p_t (`recurrent_steps.py`) of all steps arrive at
-one edge of the graph. So the weights of a layer in one direction have the gradients of a linear layer with a
-position for each step: ∂W = Σ_t δ_t x_tᵀ, ∂U = Σ_t δ_t h_{t-1}ᵀ, and Σ_t δ_t for both biases. In a
-GRU the gate n takes r_t (U h' + b'), so for U and b' its δ_t is scaled by r_t. Single cells are
-written out as products and sums, which are traced one by one.
+one edge of the graph. So the weights of a layer in one direction have the gradients of a linear
+layer with a position for each step: ∂W = Σ_t δ_t x_tᵀ, ∂U = Σ_t δ_t h_{t-1}ᵀ, and Σ_t δ_t for both
+biases. In a GRU the gate n takes r_t (U h' + b'), so for U and b' its δ_t is scaled by r_t. Single
+cells are written out as products and sums, which are traced one by one.
 """
 
 from __future__ import annotations
