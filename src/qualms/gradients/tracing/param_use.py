@@ -265,13 +265,13 @@ class TracePair:
         for key, one in self._uses_on_one_row.items():
             # If the pass on two rows lacks the use, only its graphs are freed.
             two = self._uses_on_two_rows.get(key, one)
-            for i, (a, b) in enumerate(zip(one.arguments, two.arguments, strict=False)):
+            for i, tensors in enumerate(zip(one.arguments, two.arguments, strict=False)):
                 if i not in one.param_indices:
-                    one.arguments[i], two.arguments[i] = _compact_tensors(a, b)
+                    one.arguments[i], two.arguments[i] = _compact_tensors(*tensors)
             result_pairs = zip(one.results, two.results, strict=False)
-            compact_pairs = [_compact_tensors(a, b) for a, b in result_pairs]
-            one.results = [a for a, _ in compact_pairs]
-            two.results = [b for _, b in compact_pairs]
+            compact_pairs = [_compact_tensors(*tensors) for tensors in result_pairs]
+            one.results = [on_one for on_one, _ in compact_pairs]
+            two.results = [on_two for _, on_two in compact_pairs]
         return self
 
 
