@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from qualms.data.images import number_of
+from qualms.data.images import hash_array
 from qualms.errors import QualmsError
 from qualms.gradients.input_data import batches
 from qualms.scorer import Scorer
@@ -85,7 +85,7 @@ def _row_numbers(x: torch.Tensor) -> list[int]:
         x: The inputs as the network takes them, [n, ...].
     """
     rows = x.reshape(len(x), -1).contiguous().view(torch.uint8).numpy()
-    return [number_of(row) for row in rows]
+    return [hash_array(row) for row in rows]
 
 
 def _load_pyfunc(path: str) -> ScorerModel:

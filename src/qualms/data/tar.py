@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qualms.data.decode import Unreadable
-from qualms.data.folder import endings
+from qualms.data.folder import readable_endings
 from qualms.data.places import import_extra
 from qualms.data.reading import File
 from qualms.errors import QualmsError, explain_failure
@@ -94,7 +94,7 @@ def _find_image(sample: dict[str, Any], where: str) -> bytes:
     images, plain = [], []
     for field, value in sample.items():
         ending = field.rpartition(".")[2].lower()
-        if not isinstance(value, bytes) or f".{ending}" not in endings():
+        if not isinstance(value, bytes) or f".{ending}" not in readable_endings():
             continue
         images.append(value)
         if "." not in field:

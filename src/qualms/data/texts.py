@@ -14,7 +14,7 @@ from typing import Any
 
 from qualms.data.decode import Unreadable
 from qualms.data.images import Rejected
-from qualms.data.loading import place_of, root_of
+from qualms.data.loading import datasets_root, find_data_path
 from qualms.data.parquet import explain_parquet_errors
 from qualms.data.places import import_extra, read_file_bytes
 from qualms.errors import QualmsError
@@ -78,10 +78,10 @@ def read_texts(name: str | Path, root: str | Path | None = None, strict: bool = 
         strict: whether a text that cannot be read is an error. If not, it is left out and among
             `rejected`.
     """
-    place = place_of(str(name), root_of(root))
+    place = find_data_path(str(name), datasets_root(root))
     if place is None:
         raise QualmsError(
-            f"there is no {name} in the working directory or {root_of(root)}; pass {KINDS}."
+            f"there is no {name} in the working directory or {datasets_root(root)}; pass {KINDS}."
         )
     if place.is_dir():
         return _read_documents(place, _list_files(place), f"{place}/ (folder)", strict)

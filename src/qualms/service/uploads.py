@@ -67,7 +67,7 @@ class ImageReader:
             HTTPException: 413 if it has more, 422 if it is not an image in one of `FORMATS`.
         """
         try:
-            image, _ = decode_image(content, name, formats=FORMATS, most=max_pixels)
+            image, _ = decode_image(content, name, formats=FORMATS, max_pixels=max_pixels)
         except TooLarge:
             raise self._too_many_pixels() from None
         except Unreadable as error:

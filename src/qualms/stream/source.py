@@ -17,8 +17,8 @@ import torch
 
 from qualms.data import Images, ImageTransform, Rejected, load
 from qualms.data.folder import Listing, list_folder
-from qualms.data.loading import dataset_name, place_of, root_of
-from qualms.data.npz import npz_count, npz_parts
+from qualms.data.loading import dataset_name, datasets_root, find_data_path
+from qualms.data.npz import count_npz_images, iter_npz_images
 from qualms.data.parquet import parquet_files, parquet_outline
 from qualms.data.reading import File, read_images
 from qualms.data.tar import tar_files
@@ -157,10 +157,10 @@ def _find_files(data: str, root: Path | None) -> list[Path]:
     """Find the file or folder, or the files of a pattern; none for a dataset or a missing file."""
     if dataset_name(data, root) is not None:
         return []
-    place = place_of(data, root_of(root))
+    place = find_data_path(data, datasets_root(root))
     if place is not None:
         return [place]
-    for pattern in (data, str(root_of(root) / data)):
+    for pattern in (data, str(datasets_root(root) / data)):
         matches = sorted(map(Path, glob.glob(pattern)))
         if matches and glob.has_magic(data):
             return matches
@@ -317,7 +317,7 @@ def _folder_source(listing: Listing, reader: _FileReader) -> Source:
         for start in range(0, len(files), SPLIT_FILES):
             split_files = _absolute(files[start : start + SPLIT_FILES])
             listing_of_split = Listing(
-                path=folder.absolute(), files=split_files, labels=None, classes=(), others=[]
+                path=folder.absolute(), files=split_files, labels=None, classes=(), other_files=[]
             )
             parts.append(partial(_files_of_split, listing_of_split))
         return parts
@@ -353,7 +353,7 @@ def _npz_source(data: str, path: Path, transform: ImageTransform | None) -> Sour
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
         """Read the images from `start` on; each part is in memory before its reader is yielded."""
-        for pixels in npz_parts(path, "test", start, sizes):
+        for pixels in iter_npz_images(path, "test", start, sizes):
             yield partial(
                 _transformed_batch, Images(data, torch.from_numpy(pixels), None), transform
             )
@@ -362,7 +362,7 @@ def _npz_source(data: str, path: Path, transform: ImageTransform | None) -> Sour
         name=data,
         classes=(),
         fingerprint=_fingerprint([path]),
-        count=npz_count(path, "test"),
+        count=count_npz_images(path, "test"),
         readers=readers,
     )
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from qualms.data.images import number_of
+from qualms.data.images import hash_array
 from qualms.data.texts import Document
 from qualms.deprecated import renamed_in
 from qualms.gradients.settings import Engine, Sketch
@@ -121,7 +121,7 @@ def _make_batch(parts: Sequence[tuple[Encoded, Window]], model: Any) -> _Batch:
         targets[row, places] = next_tokens(goes_on)[0, : window.end - window.scored]
     device = model.device
     return _Batch(
-        [number_of(np.array(tokens)) for tokens in read],
+        [hash_array(np.array(tokens)) for tokens in read],
         {"input_ids": ids.to(device), "attention_mask": attention.to(device)},
         mask.to(device),
         targets.to(device),
