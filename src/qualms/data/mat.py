@@ -152,16 +152,14 @@ def _read_variable(parts: list[tuple[int, memoryview]], byte_order: str) -> tupl
     if not has_types or len(shape) % 4:
         raise ValueError("an array has no shape, name or numbers")
     lengths = struct.unpack(f"{byte_order}{len(shape) // 4}i", shape)
-    width = np.dtype(STORED_DTYPES[stored]).itemsize
-    if len(lengths) < 2 or min(lengths) < 0 or math.prod(lengths) * width != len(numbers):
+    stored_dtype = np.dtype(f"{byte_order}{STORED_DTYPES[value_type]}")
+    n_bytes = math.prod(lengths) * stored_dtype.itemsize
+    if len(lengths) < 2 or min(lengths) < 0 or n_bytes != len(value_bytes):
         raise ValueError("the length of an array does not match its shape")
-    # MATLAB stores numbers in the narrowest type that holds them all.
-    array = np.frombuffer(numbers, f"{byte_order}{STORED_DTYPES[stored]}")
-    array = array.astype(code, copy=False)
-    name = bytes(text).decode("latin1")
+    # MATLAB stores values in the narrowest dtype that holds them all; convert to the array's dtype.
+    array = np.frombuffer(value_bytes, stored_dtype).astype(dtype, copy=False)
+    name = bytes(name_bytes).decode("latin1")
     if is_complex:
-        return name, Variable("complex", None)
-    described = np.dtype(code).name
-    if flags & LOGICAL:
-        described = "logical"
-    return name, Variable(described, array.reshape(lengths, byte_order="F"))
+        return name, Variable("complex", array=None)
+    class_name = "logical" if flags & LOGICAL else np.dtype(dtype).name
+    return name, Variable(class_name, array.reshape(lengths, order="F"))

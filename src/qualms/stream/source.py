@@ -19,9 +19,9 @@ from qualms.data import Images, ImageTransform, Rejected, load
 from qualms.data.folder import Listing, list_folder
 from qualms.data.loading import dataset_name, datasets_root, find_data_path
 from qualms.data.npz import count_npz_images, iter_npz_images
-from qualms.data.parquet import parquet_files, parquet_outline
+from qualms.data.parquet import iter_parquet_files, read_parquet_outline
 from qualms.data.reading import File, read_images
-from qualms.data.tar import tar_files
+from qualms.data.tar import iter_tar_files
 from qualms.errors import QualmsError
 from qualms.stream.sizes import BATCH, SPLIT_FILES, batch_sizes
 
@@ -202,7 +202,7 @@ class _FileReader:
 
 def _parquet_source(files: list[Path], reader: _FileReader) -> Source:
     """Build a Source over the rows of .parquet files, in order; each row group is a split."""
-    groups, classes = zip(*map(parquet_outline, files), strict=True)
+    groups, classes = zip(*map(read_parquet_outline, files), strict=True)
     rows = list(map(sum, groups))
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
@@ -260,7 +260,7 @@ def _parquet_rows(path: Path, prefix: str, start: int, end: int) -> Iterator[Fil
         end: the row after the last row.
     """
     left = end - start
-    for files in parquet_files(path, start, BATCH, prefix):
+    for files in iter_parquet_files(path, start, BATCH, prefix):
         for file in files:
             if left == 0:
                 return
@@ -283,7 +283,7 @@ def _tar_source(files: list[Path], reader: _FileReader) -> Source:
     def splits() -> list[Split]:
         """Return a split for each file."""
         prefixes = _id_prefixes(_absolute(files))
-        return [partial(tar_files, path, prefix) for path, prefix in prefixes.items()]
+        return [partial(iter_tar_files, path, prefix) for path, prefix in prefixes.items()]
 
     return Source(
         name=reader.name,
@@ -298,7 +298,7 @@ def _tar_source(files: list[Path], reader: _FileReader) -> Source:
 def _tar_members(paths: list[Path]) -> Iterator[File]:
     """Yield the images of .tar files, file by file."""
     for path, prefix in _id_prefixes(paths).items():
-        yield from tar_files(path, prefix)
+        yield from iter_tar_files(path, prefix)
 
 
 def _folder_source(listing: Listing, reader: _FileReader) -> Source:
