@@ -13,7 +13,7 @@ from torch import nn
 
 from qualms.errors import QualmsError, explain_failure, reason
 from qualms.models.checkpoint import fit_state, read_state
-from qualms.models.hubs import check_classes, from_hugging_face, from_timm
+from qualms.models.hubs import from_hugging_face, from_timm, require_classes
 from qualms.models.zoo import ZOO, require_installed_weights
 
 CHECKPOINTS = (".pt", ".pth", ".th", ".ckpt", ".bin", ".safetensors")
@@ -86,7 +86,7 @@ def _from_zoo(name: str, weights: str | Path | None, classes: int | None) -> nn.
     """
     entry = ZOO[name]
     if weights is None and entry.package is not None:
-        check_classes(name, classes, entry.classes)
+        require_classes(name, classes, entry.classes)
         weights = require_installed_weights(name, entry)
     if classes is None:
         classes = entry.classes
