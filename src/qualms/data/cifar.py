@@ -93,7 +93,8 @@ def _read_split(root: Path, split: str, layout: _Layout) -> Images:
     pixels, labels = [], []
     for path in paths:
         batch = _read_batch(path, layout)
-        assert batch.labels is not None  # `_read_batch` requires labels
+        # `_read_batch` requires labels.
+        assert batch.labels is not None
         pixels.append(batch.pixels.numpy())
         labels.append(batch.labels.numpy())
     all_pixels = np.concatenate(pixels)

@@ -14,7 +14,8 @@ from qualms.errors import QualmsError, explain_failure
 
 T = TypeVar("T")
 
-ORIENTATION = 0x0112  # the EXIF tag of the orientation
+# The EXIF tag of the orientation.
+ORIENTATION = 0x0112
 # The values of the tag for images that are stored rotated or mirrored.
 ROTATED_ORIENTATIONS = range(2, 9)
 
@@ -24,7 +25,8 @@ ROTATED_ORIENTATIONS = range(2, 9)
 # refused if they are large.
 MIN_BELIEVED_PIXELS = 2**25
 BELIEVED_PIXELS_PER_BYTE = 10_000
-SCALE_BLOCK = 2**20  # pixel values that are scaled at a time
+# Pixel values that are scaled at a time.
+SCALE_BLOCK = 2**20
 
 # A dict from each kind of change to the sentence that reports it; n is the number of images.
 CHANGES = {
@@ -135,7 +137,10 @@ def describe_changes(counts: Mapping[str, int]) -> list[str]:
 
 
 def _open_first_frame(
-    content: bytes, where: str, formats: Sequence[str] | None, max_pixels: int | None
+    content: bytes,
+    where: str,
+    formats: Sequence[str] | None,
+    max_pixels: int | None,
 ) -> tuple[Any, list[str]]:
     """Open an image and read its pixels, and note what Pillow changes or leaves out.
 

@@ -105,7 +105,8 @@ def read_folder(
             listed in `Images.rejected`.
     """
     listing = list_folder(path, split)
-    path = listing.path  # may be the folder of the split
+    # `path` may be the folder of the split from here on.
+    path = listing.path
     read = read_images(list(listing.to_read()), path, transform, strict)
     labels = None
     if listing.labels is not None:
@@ -270,7 +271,8 @@ def _read_content(file: Path) -> bytes:
     """Return the bytes of an image file, or raise `Unreadable` with the reason."""
     ending = file.suffix.lower()
     if ending not in readable_endings():
-        package = PLUGIN_PACKAGES[ending]  # "" if no package reads such files
+        # Empty if no package reads such files.
+        package = PLUGIN_PACKAGES[ending]
         needs = "Pillow cannot read"
         if package:
             needs = f"needs the package {package}"

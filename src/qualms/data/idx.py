@@ -50,7 +50,11 @@ def read_fashion_mnist(root: Path, split: str) -> Images:
 
 
 def _read_split(
-    root: Path, split: str, name: str, folders: tuple[str, ...], classes: tuple[str, ...]
+    root: Path,
+    split: str,
+    name: str,
+    folders: tuple[str, ...],
+    classes: tuple[str, ...],
 ) -> Images:
     """Read the images and labels of one split.
 
@@ -65,7 +69,8 @@ def _read_split(
     prefix = SPLIT_PREFIXES[split]
     image_file = _find_idx_file(paths, f"{prefix}-images", "idx3-ubyte")
     label_file = _find_idx_file(paths, f"{prefix}-labels", "idx1-ubyte")
-    pixels = read_idx(image_file, axes=3)[:, None]  # [n, 1, height, width]
+    # `[:, None]` adds the axis of channels.
+    pixels = read_idx(image_file, axes=3)[:, None]
     labels = read_idx(label_file, axes=1)
     where = f"{image_file} with {label_file.name}"
     return build_images(name, where, pixels, labels, classes)

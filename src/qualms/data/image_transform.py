@@ -16,7 +16,8 @@ from qualms.data.images import Images
 from qualms.errors import QualmsError
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
-MAX_SIDE = 16_384  # pixels; no network takes more
+# In pixels; no network takes larger images.
+MAX_SIDE = 16_384
 # The largest aspect ratio (longer side / shorter side) of an image that is resized as a whole, as a
 # multiple of the aspect ratio of the network's input. A crop would remove nearly all of a longer
 # image.
@@ -81,7 +82,8 @@ class ImageTransform:
     @property
     def identity(self) -> str:
         """The settings that decide the result, as text that can be compared with a later run's."""
-        names = [each.name for each in fields(self) if each.compare]  # `by` is not compared
+        # `by` is not compared.
+        names = [each.name for each in fields(self) if each.compare]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     @property
@@ -179,7 +181,8 @@ class ImageTransform:
         for i, image_pixels in enumerate(images.pixels):
             array = image_pixels.permute(1, 2, 0).contiguous().numpy()
             if channels == 1:
-                array = array[..., 0]  # Pillow takes gray images without an axis of channels
+                # Pillow takes gray images without an axis of channels.
+                array = array[..., 0]
             image = self.apply_to_image(pillow().fromarray(array))
             pixels[i] = torch.from_numpy(channels_first(image))
         return replace(images, pixels=pixels)
@@ -220,7 +223,8 @@ def channels_first(image: Any) -> UInt8[np.ndarray, "c h w"]:
     """Convert a Pillow image, in mode L or RGB, to an array [channels, height, width]."""
     pixels = np.array(image)
     if pixels.ndim == 2:
-        return pixels[None]  # a gray image has no axis of channels yet
+        # A gray image has no axis of channels yet.
+        return pixels[None]
     return pixels.transpose(2, 0, 1)
 
 

@@ -19,7 +19,8 @@ from qualms.errors import QualmsError
 
 # The weights of red, green and blue in the brightness of a pixel (ITU-R 601).
 LUMA = (0.299, 0.587, 0.114)
-CHUNK = 1000  # images that are held as floats at a time
+# Images that are held as floats at a time.
+CHUNK = 1000
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,10 @@ def hash_array(values: np.ndarray) -> int:
 
 
 def _convert_pixels(
-    pixels: UInt8[Tensor, "n c h w"], channels: int, height: int, width: int
+    pixels: UInt8[Tensor, "n c h w"],
+    channels: int,
+    height: int,
+    width: int,
 ) -> UInt8[Tensor, "n d k l"]:
     """Convert a batch of images to gray or color, and resize them bilinearly with torch.
 
@@ -209,7 +213,12 @@ def _convert_pixels(
 
 
 def build_images(
-    name: str, where: object, pixels: Any, labels: Any, classes: tuple[str, ...] = (), **fields: Any
+    name: str,
+    where: object,
+    pixels: Any,
+    labels: Any,
+    classes: tuple[str, ...] = (),
+    **fields: Any,
 ) -> Images:
     """Check that a reader's arrays are consistent, and create `Images` from them.
 
@@ -238,7 +247,10 @@ def build_images(
 
 
 def _labels_to_tensor(
-    labels: Any, where: object, count: int, num_classes: int
+    labels: Any,
+    where: object,
+    count: int,
+    num_classes: int,
 ) -> Int64[Tensor, " n"]:
     """Convert labels to a tensor, or raise an error unless there is one class for each image.
 
@@ -249,7 +261,8 @@ def _labels_to_tensor(
         num_classes: the number of classes; 0 if it is not known.
     """
     y = np.asarray(labels)
-    length = len(y) if y.ndim else 1  # an array without axes has no length
+    # An array without axes has no length.
+    length = len(y) if y.ndim else 1
     if y.ndim == 0 or length != count:
         raise QualmsError(
             f"{where} contains {count} images but {length} labels; provide one label per image."

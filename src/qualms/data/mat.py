@@ -18,7 +18,8 @@ import numpy as np
 
 # The length of the file's header; the length of an element's type and length together.
 HEADER_BYTES, TAG_BYTES = 128, 8
-MATRIX, COMPRESSED = 14, 15  # types of elements that contain elements
+# Types of elements that contain elements.
+MATRIX, COMPRESSED = 14, 15
 # Types of the elements that contain the shape, the name and the flags of an array.
 INT8, INT32, UINT32 = 1, 5, 6
 COMPLEX, LOGICAL = 0x0800, 0x0200  # flags of an array
@@ -136,7 +137,8 @@ def _read_variable(parts: list[tuple[int, memoryview]], byte_order: str) -> tupl
     if not parts or parts[0][0] != UINT32 or len(parts[0][1]) != 8:
         raise ValueError("a variable has no flags")
     (flags,) = struct.unpack_from(f"{byte_order}I", parts[0][1])
-    kind = flags & 0xFF  # the lowest byte is the class of the variable
+    # The lowest byte is the class of the variable.
+    kind = flags & 0xFF
     if kind in OTHER_CLASSES:
         name = ""
         if len(parts) > 2 and parts[2][0] == INT8:

@@ -105,11 +105,15 @@ def count_npz_images(path: Path, split: str) -> int:
         key, _ = _find_keys(path, file, split)
         with file.open(f"{key}.npy") as stream:
             shape = _Header.read(stream).shape
-    return shape[0] if shape else 0  # an array without axes contains no images
+    # An array without axes contains no images.
+    return shape[0] if shape else 0
 
 
 def iter_npz_images(
-    path: Path, split: str, start: int, sizes: Iterator[int]
+    path: Path,
+    split: str,
+    start: int,
+    sizes: Iterator[int],
 ) -> Iterator[UInt8[np.ndarray, "n c h w"]]:
     """Read the images of an .npz file batch by batch, with only one batch in memory.
 
@@ -136,7 +140,8 @@ def iter_npz_images(
                 all_images = _parse_array(file.read(entry))
             else:
                 image_bytes = math.prod(header.shape[1:]) * header.dtype.itemsize
-                stream.seek(start * image_bytes, io.SEEK_CUR)  # skip the images before `start`
+                # Skip the images before `start`.
+                stream.seek(start * image_bytes, io.SEEK_CUR)
             while start < header.shape[0]:
                 count = min(next(sizes), header.shape[0] - start)
                 if all_images is None:

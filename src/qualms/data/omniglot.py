@@ -12,7 +12,8 @@ from qualms.data.images import Images, build_images
 from qualms.data.places import find_first, read_file_bytes
 from qualms.errors import QualmsError
 
-SIZE = 28  # the size of MNIST's images, since networks for MNIST score these images
+# The size of MNIST's images, since networks for MNIST score these images.
+SIZE = 28
 SPLIT_FOLDERS = {"train": "images_background", "test": "images_evaluation"}
 
 
@@ -53,4 +54,5 @@ def _read_drawing(file: Path) -> np.ndarray:
     image = open_image(read_file_bytes(file), str(file)).convert("L")
     if image.size != (SIZE, SIZE):
         image = image.resize((SIZE, SIZE), pillow().Resampling.LANCZOS)
-    return 255 - np.array(image)  # the files have dark ink on white
+    # The files have dark ink on white.
+    return 255 - np.array(image)

@@ -98,7 +98,10 @@ def _find_column(names: Sequence[str], columns: Sequence[str]) -> str | None:
 
 
 def read_parquet(
-    path: Path, name: str, transform: ImageTransform | None = None, strict: bool = True
+    path: Path,
+    name: str,
+    transform: ImageTransform | None = None,
+    strict: bool = True,
 ) -> Images:
     """Read the images of a .parquet file in color, with labels and class names if there are any.
 
@@ -150,7 +153,10 @@ def read_parquet_outline(path: Path) -> tuple[list[int], tuple[str, ...]]:
 
 
 def iter_parquet_files(
-    path: Path, start: int, batch_size: int, prefix: str = ""
+    path: Path,
+    start: int,
+    batch_size: int,
+    prefix: str = "",
 ) -> Iterator[list[File]]:
     """Yield the images from row `start` on, in batches; row groups before it are not read.
 
@@ -178,7 +184,8 @@ def iter_parquet_files(
         for batch in table.file.iter_batches(batch_size, remaining_groups, [table.image_key]):
             values = batch.column(0).to_pylist()
             files = table.rows_as_files(values, row, prefix)
-            files = files[max(0, start - row) :]  # rows of the first group before `start`
+            # Leave out the rows of the first group before `start`.
+            files = files[max(0, start - row) :]
             row += len(values)
             if files:
                 yield files

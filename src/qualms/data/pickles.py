@@ -227,7 +227,12 @@ class _MakeArrayFromBuffer:
     __slots__ = ()
 
     def __call__(
-        self, content: Any, dtype: Any, shape: Any, order: Any, axes: Any = None
+        self,
+        content: Any,
+        dtype: Any,
+        shape: Any,
+        order: Any,
+        axes: Any = None,
     ) -> _Array:
         """Build an array from the bytes of all its values.
 
@@ -282,7 +287,8 @@ STAND_INS: dict[str, Any] = {
     "__builtin__.bytes": _NoBytes(),
     "builtins.bytes": _NoBytes(),
 }
-for _core in ("numpy.core", "numpy._core"):  # before and since NumPy 2
+# The names before and since NumPy 2.
+for _core in ("numpy.core", "numpy._core"):
     STAND_INS[f"{_core}.multiarray._reconstruct"] = _MakeArray()
     STAND_INS[f"{_core}.multiarray.scalar"] = _MakeNumber()
     STAND_INS[f"{_core}.numeric._frombuffer"] = _MakeArrayFromBuffer()

@@ -30,7 +30,8 @@ def find_first(places: Iterable[Path], what: str) -> Path:
         if place.exists():
             return place
         folders.append(str(place.parent))
-    unique_folders = dict.fromkeys(folders)  # in the same order
+    # Without duplicates, in the same order.
+    unique_folders = dict.fromkeys(folders)
     raise NotFound(f"there is no {what} in {', '.join(unique_folders)}")
 
 

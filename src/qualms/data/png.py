@@ -8,10 +8,12 @@ import struct
 import zlib
 from typing import Any
 
-SIGNATURE_BYTES = 8  # before the first chunk
+# The length of the signature, with which a file starts.
+SIGNATURE_BYTES = 8
 # Bytes of a chunk without its data: length, type and checksum.
 CHUNK_OVERHEAD = 12
-CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by the header's color type
+# The number of channels by the color type in the header.
+CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 # An interlaced image is stored in seven passes over a grid of its pixels. For each pass: the column
 # and the row of the first pixel, then the step between columns and between rows.
 PASSES = (
@@ -40,10 +42,12 @@ def require_complete_png(content: bytes, image: Any) -> None:
     width, height, bit_depth, color_type, _, _, is_interlaced = struct.unpack(">IIBBBBB", header)
     last_row = (0, image.height - 1, image.width, image.height)
     has_16_bits = image.mode.startswith("I")
-    is_last_row_black = image.crop(last_row).getbbox() is None  # the box of nonzero pixels
+    # `getbbox` returns the box of the pixels that are not black.
+    is_last_row_black = image.crop(last_row).getbbox() is None
     if not (is_interlaced or has_16_bits or is_last_row_black):
         return
-    expected_bytes = 0  # of all rows, decompressed
+    # The number of bytes of all rows, decompressed.
+    expected_bytes = 0
     for x, y, x_step, y_step in PASSES if is_interlaced else ONE_PASS:
         columns = _ceil_div(width - x, x_step)
         rows = _ceil_div(height - y, y_step)
@@ -75,7 +79,8 @@ def _read_chunks(content: bytes) -> tuple[bytes, bytes]:
         kind = content[position + 4 : position + 8]
         data_start = position + 8
         data_end = data_start + length
-        if kind[:1].isupper():  # chunks in lowercase are metadata
+        # Chunks in lowercase are metadata.
+        if kind[:1].isupper():
             checksum = int.from_bytes(content[data_end : data_end + 4])
             # The checksum covers the type and the data; a memoryview avoids copying them.
             if zlib.crc32(memoryview(content)[position + 4 : data_end]) != checksum:

@@ -121,7 +121,8 @@ def _write_notes(
     if transform is None:
         return tuple(describe_changes(changes))
     if transform.channels == 1:
-        del changes["grayscale"]  # converted to color and back to gray, hence not changed
+        # Gray images were converted to color and back: they did not change.
+        del changes["grayscale"]
     resized = transform.describe(sizes)
     sentences = describe_changes(changes)
     if resized:

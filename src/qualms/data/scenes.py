@@ -21,18 +21,25 @@ from qualms.random import generator
 
 SIZE = 48  # pixels a side
 CLASSES = ("background", *"01234567")
-UNKNOWN, IGNORED = 254, 255  # labels of pixels that belong to no class
-KINDS = ("digits", "letters", "photos")  # of unknown objects
-LIKE_DIGITS = "bDIilOoSsZz"  # letters that look like 6, 0, 1, 5 or 2
+# Labels of pixels that belong to no class.
+UNKNOWN, IGNORED = 254, 255
+# The kinds of unknown objects.
+KINDS = ("digits", "letters", "photos")
+# Letters that look like 6, 0, 1, 5 or 2.
+LIKE_DIGITS = "bDIilOoSsZz"
 NORMALIZATION = Normalization((0.3,), (0.3,))
-OBJECT = 8  # pixels a side of an object before it is enlarged
+# Pixels a side of an object before it is enlarged.
+OBJECT = 8
 # The smallest and the largest side of an enlarged object, in pixels.
 SIDES = (12, 20)
 # The smallest and the largest number of known objects in a scene; fewer if there is no room.
 OBJECTS = (2, 4)
-TRIES = 20  # random squares that are tried for each object
-INK = 0.45  # pixels of at least this opacity are labeled as the object
-PAPER = 0.15  # pixels of at most this opacity are labeled as background
+# Random squares that are tried for each object.
+TRIES = 20
+# Pixels of at least this opacity are labeled as the object.
+INK = 0.45
+# Pixels of at most this opacity are labeled as background.
+PAPER = 0.15
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +115,8 @@ def _shrink(pixels: UInt8[Tensor, "n c h w"]) -> Float[Tensor, "n 8 8"]:
     gray = pixels.float().mean(1, keepdim=True) / 255
     size = (OBJECT, OBJECT)
     small = F.interpolate(gray, size, mode="bilinear", antialias=True)
-    return small[:, 0]  # without the axis of channels
+    # Drop the axis of channels.
+    return small[:, 0]
 
 
 def _enlarge(shape: Float[Tensor, "8 8"], size: int) -> Float[Tensor, "k k"]:
@@ -129,10 +137,12 @@ def _crop_margin(letter: UInt8[Tensor, "c h w"]) -> UInt8[Tensor, "c k l"]:
 def _split_digits(split: str) -> tuple[_Objects, _Objects]:
     """Return the digits 0 to 7, which networks learn, and the digits 8 and 9, labeled as unknown."""
     digits = read_digits(Path(), split)
-    assert digits.labels is not None  # digits always have labels
+    # Digits always have labels.
+    assert digits.labels is not None
     shapes = _shrink(digits.pixels)
     is_known = digits.labels < len(CLASSES) - 1
-    known = _Objects(shapes[is_known], digits.labels[is_known] + 1)  # class 0 is the background
+    # Class 0 is the background, so digit i is class i + 1.
+    known = _Objects(shapes[is_known], digits.labels[is_known] + 1)
     return known, _label_unknown(shapes[~is_known])
 
 
@@ -162,12 +172,14 @@ def _read_unknown_objects(kind: str, split: str) -> _Objects:
         _, unknown = _split_digits(split)
         return unknown
     letters = read_letters(Path(), split)
-    assert letters.labels is not None  # letters always have labels
+    # Letters always have labels.
+    assert letters.labels is not None
     shapes = []
     for pixels, label in zip(letters.pixels, letters.labels.tolist(), strict=True):
         if letters.classes[label] not in LIKE_DIGITS:
             letter = _crop_margin(pixels)
-            shapes.append(_shrink(letter[None]))  # as a batch of one image
+            # `[None]` makes a batch of one image.
+            shapes.append(_shrink(letter[None]))
     ink = torch.cat(shapes)
     # Thin lines fade when they are shrunk: scale each letter to full opacity, as digits have.
     strongest = ink.amax((1, 2), keepdim=True)
@@ -262,4 +274,5 @@ class _Canvas:
         """Add noise to the image, and convert it to bytes; each call draws new noise."""
         noise = torch.randn(SIZE, SIZE, generator=self.random)
         noisy = 255 * (self.image + 0.04 * noise)
-        return noisy.round().clamp(0, 255).to(torch.uint8)[None]  # with an axis of channels
+        # `[None]` adds the axis of channels.
+        return noisy.round().clamp(0, 255).to(torch.uint8)[None]

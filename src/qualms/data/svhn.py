@@ -40,7 +40,8 @@ def read_svhn(root: Path, split: str) -> Images:
             f"the labels in {path} are not all from 1 to 10, as SVHN numbers its classes; "
             "download it again."
         )
-    digits = labels.astype("int64") % 10  # label 10 is the digit 0
+    # Label 10 stands for the digit 0.
+    digits = labels.astype("int64") % 10
     # From [height, width, channel, n] to [n, channel, height, width].
     return build_images("svhn", path, pixels.transpose(3, 2, 0, 1), digits, DIGITS)
 
@@ -48,7 +49,8 @@ def read_svhn(root: Path, split: str) -> Images:
 def _are_svhn_labels(labels: np.ndarray) -> bool:
     """Whether all labels are integers from 1 to 10."""
     if labels.size == 0:
-        return True  # `build_images` raises the error for a file without images
+        # `build_images` raises the error for a file without images.
+        return True
     in_range = labels.min() >= 1 and labels.max() <= 10
     return bool(in_range and (labels == labels.astype("int64")).all())
 

@@ -19,7 +19,8 @@ from qualms.data.parquet import explain_parquet_errors
 from qualms.data.places import import_extra, read_file_bytes
 from qualms.errors import QualmsError
 
-TEXT_KEY = "text"  # the key in a line of a .jsonl file, or the column of a .parquet file
+# The key in a line of a .jsonl file, or the column of a .parquet file.
+TEXT_KEY = "text"
 # The keys or columns that may name a document; the first one with a value is used.
 NAME_KEYS = ("id", "name")
 KINDS = "a .txt, .jsonl or .parquet file, or a folder of .txt files"
@@ -96,7 +97,10 @@ def read_texts(name: str | Path, root: str | Path | None = None, strict: bool = 
 
 
 def _read_documents(
-    place: Path, entries: Iterator[Entry] | Sequence[Entry], source: str, strict: bool
+    place: Path,
+    entries: Iterator[Entry] | Sequence[Entry],
+    source: str,
+    strict: bool,
 ) -> Texts:
     """Read texts, and give each a distinct name.
 
@@ -119,7 +123,8 @@ def _read_documents(
             rejected.append(Rejected(entry.id, error.reason))
             continue
         name = given_name or entry.id
-        while name in documents:  # names must be distinct, since they identify rows of tables
+        # Names must be distinct, since they identify rows of tables.
+        while name in documents:
             name = f"{name} ({entry.id})"
         documents[name] = Document(name, text)
     if not documents:

@@ -22,10 +22,12 @@ from qualms.errors import QualmsError, explain_failure, reason
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
-ARCHIVE_PREFIX = b"PK\x03\x04"  # the first bytes of a zip archive, torch's new format
+# The first bytes of a zip archive, torch's new format.
+ARCHIVE_PREFIX = b"PK\x03\x04"
 # The largest number of bytes to which one compressed byte of an archive can be unpacked.
 MAX_INFLATION = 1032
-OLD_FORMAT_PICKLES = 5  # the number of pickles at the start of a file in torch's old format
+# The number of pickles at the start of a file in torch's old format.
+OLD_FORMAT_PICKLES = 5
 # Keys under which training scripts store the tensors.
 WRAPPER_KEYS = ("state_dict", "model_state_dict", "model", "net")
 # Prefixes that wrappers of networks add to the names of all tensors.
@@ -139,7 +141,8 @@ def load_torch_file(path: Path) -> Any:
             return torch.load(path, weights_only=True, map_location="cpu")
         with _BoundedReader(path) as file:
             _require_plausible_storages(file)
-            file.seek(0)  # the check has read part of the file
+            # The check has read part of the file.
+            file.seek(0)
             return torch.load(file, weights_only=True, map_location="cpu")
 
 
@@ -252,7 +255,8 @@ def fit_state(
     """
     expected = {}
     for key, value in model.state_dict().items():
-        if isinstance(value, Tensor):  # modules may add other values
+        # Modules may add other values.
+        if isinstance(value, Tensor):
             expected[key] = value
     state = _strip_prefixes(state, expected)
     state = _rename_keys(state, expected, rename or {})

@@ -78,7 +78,10 @@ class CifarResNet(nn.Module):
 
 
 def _build_stage(
-    in_channels: int, out_channels: int, blocks: int, has_shortcut_weights: bool
+    in_channels: int,
+    out_channels: int,
+    blocks: int,
+    has_shortcut_weights: bool,
 ) -> nn.Sequential:
     """Create a stage: a sequence of blocks with the same number of output channels.
 

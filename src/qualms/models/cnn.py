@@ -61,7 +61,8 @@ class MnistCnn5x5(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 10, 5)
         self.conv2 = nn.Conv2d(10, 20, 5)
-        self.fc1 = nn.Linear(320, 50)  # 20 channels of 4x4 pixels
+        # 20 channels of 4x4 pixels.
+        self.fc1 = nn.Linear(320, 50)
         self.fc2 = nn.Linear(50, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,7 +99,8 @@ class SvhnCnn4(nn.Module):
             ]
             in_channels = out_channels
         self.layers = nn.Sequential(*layers)
-        self.fc1 = nn.Linear(2 * 2 * in_channels, hidden)  # 32x32 pixels, halved four times
+        # 32x32 pixels, halved four times.
+        self.fc1 = nn.Linear(2 * 2 * in_channels, hidden)
         self.fc2 = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:

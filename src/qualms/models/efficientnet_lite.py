@@ -23,8 +23,10 @@ STAGES = (
     (6, 5, 2, 192, 4),
     (6, 3, 1, 320, 1),
 )
-STEM = 32  # channels after the first convolution
-FEATURES = 1280  # before the linear layer
+# Channels after the first convolution.
+STEM = 32
+# Channels before the linear layer.
+FEATURES = 1280
 EPS = 1e-3
 
 
@@ -38,7 +40,8 @@ def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
         kernel: the side of the convolution's kernel.
         stride: the stride of the convolution.
     """
-    padding = []  # left, right, top, bottom: F.pad takes the last axis first
+    # Left, right, top, bottom: `F.pad` takes the last axis first.
+    padding = []
     for length in (x.shape[-1], x.shape[-2]):
         positions = math.ceil(length / stride)
         zeros = max(0, (positions - 1) * stride + kernel - length)
@@ -47,7 +50,11 @@ def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
 
 
 def _conv(
-    in_channels: int, out_channels: int, kernel: int = 1, stride: int = 1, groups: int = 1
+    in_channels: int,
+    out_channels: int,
+    kernel: int = 1,
+    stride: int = 1,
+    groups: int = 1,
 ) -> nn.Conv2d:
     """Create a convolution without bias.
 
@@ -74,7 +81,12 @@ class InvertedResidual(nn.Module):
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, expansion: int, kernel: int, stride: int
+        self,
+        in_channels: int,
+        out_channels: int,
+        expansion: int,
+        kernel: int,
+        stride: int,
     ) -> None:
         """Create a block with random weights.
 

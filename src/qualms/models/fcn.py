@@ -9,7 +9,8 @@ from torch import Tensor, nn
 # The number of channels at each level of the way down; each level has half the height and width of the
 # level above it.
 DOWN = (16, 32, 64)
-UP = (48, 24)  # the number of channels at each level of the way back up
+# The number of channels at each level of the way back up.
+UP = (48, 24)
 
 
 class FCN(nn.Module):
@@ -51,11 +52,13 @@ class FCN(nn.Module):
 
     def forward(self, x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n k h w"]:
         """Map images [n, channels, h, w] to the logits of each pixel, [n, classes, h, w]."""
-        features: list[Tensor] = []  # of each level of the way down
+        # The features of each level of the way down.
+        features: list[Tensor] = []
         for i, level in enumerate(self.down):
             x = level(x if i == 0 else self.shrink(x))
             features.append(x)
-        x = features.pop()  # the lowest level has nothing below it to be joined with
+        # The lowest level has nothing below it to be joined with.
+        x = features.pop()
         for level in self.up:
             x = level(torch.cat([self.grow(x), features.pop()], 1))
         return self.head(x)

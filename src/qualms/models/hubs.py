@@ -15,7 +15,8 @@ from qualms.models.checkpoint import fit_state, read_state
 
 # The fewest bytes that a layer takes in a file, for the name and the position of a tensor.
 MIN_LAYER_BYTES = 32
-MAX_NUMBERS_PER_BYTE = 8  # for weights of one bit
+# A byte of weights of one bit contains eight of them.
+MAX_NUMBERS_PER_BYTE = 8
 KINDS = ("ForImageClassification", "ForSequenceClassification")
 
 
@@ -181,7 +182,8 @@ def _require_plausible_size(name: str, auto_class: Any, config: Any) -> None:
     # Check the number of layers first: creating a model takes time and memory for each layer, even
     # without weights.
     if max(layer_counts) * MIN_LAYER_BYTES <= folder_bytes:
-        with torch.device("meta"):  # allocates no memory for the weights
+        # The device "meta" allocates no memory for the weights.
+        with torch.device("meta"):
             model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
         n_weights = sum(parameter.numel() for parameter in model.parameters())
         if n_weights <= folder_bytes * MAX_NUMBERS_PER_BYTE:

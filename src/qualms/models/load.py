@@ -110,7 +110,8 @@ def _from_export(path: Path) -> nn.Module:
         )
 
     with explain_failure(explain):
-        if not zipfile.is_zipfile(path):  # this check can raise too
+        # This check can raise too.
+        if not zipfile.is_zipfile(path):
             raise zipfile.BadZipFile("no zip file")
         model = torch.export.load(path).module()
     training_operator = _find_training_operator(model)
@@ -198,7 +199,8 @@ def _import_factory(name: str) -> Callable[..., Any]:
             f"{path} in {name} cannot be imported ({reason(error)}); check the name and the path."
         )
 
-    with explain_failure(explain):  # any exception of the user's module
+    # The user's module can raise any exception.
+    with explain_failure(explain):
         factory: Any = import_module(path)
     for attribute in attributes.split("."):
         if not hasattr(factory, attribute):

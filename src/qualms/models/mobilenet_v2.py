@@ -14,12 +14,18 @@ STAGES = (
     (6, 160, 3, 2),
     (6, 320, 1, 1),
 )
-STEM = 32  # channels after the first convolution
-FEATURES = 1280  # before the linear layer
+# Channels after the first convolution.
+STEM = 32
+# Channels before the linear layer.
+FEATURES = 1280
 
 
 def conv_norm_relu6(
-    in_channels: int, out_channels: int, kernel: int = 1, stride: int = 1, groups: int = 1
+    in_channels: int,
+    out_channels: int,
+    kernel: int = 1,
+    stride: int = 1,
+    groups: int = 1,
 ) -> nn.Sequential:
     """Create a convolution without bias, followed by batch normalization and ReLU6.
 

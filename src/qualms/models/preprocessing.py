@@ -334,7 +334,10 @@ def _processor_transform(settings: dict[str, Any]) -> ImageTransform | None:
 
 
 def _shorter_side_sizes(
-    kind: str, shorter_side: int, crop: Any, crop_fraction: Any
+    kind: str,
+    shorter_side: int,
+    crop: Any,
+    crop_fraction: Any,
 ) -> tuple[tuple[int, int], int | None]:
     """Compute the sizes after and before the crop, for settings with the length of the shorter side.
 

@@ -56,7 +56,8 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
-        self.position = nn.Parameter(torch.empty(1, 65, width))  # the class token and 8x8 patches
+        # A vector for each of 65 tokens: the class token and 8x8 patches.
+        self.position = nn.Parameter(torch.empty(1, 65, width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)

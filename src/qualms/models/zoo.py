@@ -125,7 +125,11 @@ CIFAR100 = Normalization(mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2
 
 
 def _efficientnet_lite_entry(
-    version: int, build: Callable[[int], nn.Module], size: int, resize: int, file: str
+    version: int,
+    build: Callable[[int], nn.Module],
+    size: int,
+    resize: int,
+    file: str,
 ) -> Entry:
     """Create the entry of an EfficientNet-Lite with TensorFlow's weights and timm's crop.
 
@@ -155,7 +159,8 @@ ZOO: dict[str, Entry] = {
     "mnist-cnn": Entry(mnist_cnn, 1, 28),
     "svhn-cnn": Entry(svhn_cnn, 3, 32, class_names=DIGITS),
     "digits-cnn": Entry(partial(paper_cnn, 1, 8), 1, 8, class_names=DIGITS),
-    "cnn-32": Entry(partial(paper_cnn, 3, 32), 3, 32),  # active learning on color images
+    # For active learning on color images.
+    "cnn-32": Entry(partial(paper_cnn, 3, 32), 3, 32),
     "resnet18": Entry(resnet18, 3, 32),
     "resnet50": Entry(resnet50, 3, 32),
     "resnet152": Entry(resnet152, 3, 32, classes=100),
