@@ -1,8 +1,8 @@
 """Image files: one alone, a flat folder, or one folder for each class.
 
-A folder may instead hold a folder for each split, `train` and `test` (or `val`, `validation`), each of
-which is one of the above. Classes are numbered in the order of the class folders' sorted names.
-Hidden files are skipped.
+A folder may instead hold a folder for each split, `train` and `test` (or `val`, `validation`), and
+each of these is one of the above. Classes are numbered in the order of the class folders' sorted
+names. Hidden files are skipped.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """MNIST and Fashion-MNIST: idx files, plain or gzipped.
 
 An idx file consists of two zero bytes, the dtype of the values (8: bytes), the number of axes, the
-length of each axis as a big-endian integer of four bytes, and then the values. A split is a file of images
-with three axes, [n, height, width], and one of labels with one axis.
+length of each axis as a big-endian integer of four bytes, and then the values. A split is a file of
+images with three axes, [n, height, width], and one of labels with one axis.
 """
 
 import gzip

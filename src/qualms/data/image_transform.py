@@ -57,7 +57,7 @@ class ImageTransform:
     by: str = field(default="as in the network's settings", compare=False)
 
     def __post_init__(self) -> None:
-        """Raise an error if a setting is invalid, or if the crop is larger than the resized image."""
+        """Raise an error if a setting is invalid, or if the crop exceeds the resized image."""
         before = self._resize_pair or self.size
         sides = (*self.size, *before)
         if not all(1 <= side <= MAX_SIDE for side in sides):

@@ -83,14 +83,14 @@ def read_npz(path: Path, split: str, name: str) -> Images:
         split: "train" or "test"; arrays named after the split are preferred.
         name: the name of the images, for tables and errors.
     """
-    with _open(path) as file:
+    with _open_npz(path) as file:
         key, labels_key = _find_keys(path, file, split)
         images = _parse_array(file.read(f"{key}.npy"))
         labels = None
         if labels_key is not None:
             labels = _parse_array(file.read(f"{labels_key}.npy"))
     where = f"{key} in {path}"
-    pixels = _scale_to_255(_channels_first(images, where), where)
+    pixels = _scale_to_255(_to_channels_first(images, where), where)
     return build_images(name, path, pixels, labels)
 
 
@@ -101,7 +101,7 @@ def count_npz_images(path: Path, split: str) -> int:
         path: the path of the file.
         split: "train" or "test".
     """
-    with _open(path) as file:
+    with _open_npz(path) as file:
         key, _ = _find_keys(path, file, split)
         with file.open(f"{key}.npy") as stream:
             shape = _Header.read(stream).shape
@@ -128,7 +128,7 @@ def iter_npz_images(
     Yields:
         Bytes [n, channels, height, width].
     """
-    with _open(path) as file:
+    with _open_npz(path) as file:
         key, _ = _find_keys(path, file, split)
         entry, where = file.getinfo(f"{key}.npy"), f"{key} in {path}"
         with file.open(entry) as stream:
@@ -149,14 +149,14 @@ def iter_npz_images(
                     batch = values.reshape(count, *header.shape[1:])
                 else:
                     batch = all_images[start : start + count]
-                images = _scale_to_255(_channels_first(batch, where), where)
+                images = _scale_to_255(_to_channels_first(batch, where), where)
                 # torch needs an array that is contiguous ("C") and writable ("W").
                 yield np.require(images, np.uint8, ["C", "W"])
                 start += count
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[zipfile.ZipFile]:
+def _open_npz(path: Path) -> Iterator[zipfile.ZipFile]:
     """Open a .npz file; any exception inside the block becomes an error that names the file."""
 
     def explain(error: Exception) -> QualmsError:
@@ -215,7 +215,7 @@ def _parse_array(content: bytes) -> np.ndarray:
     return values.reshape(header.shape, order="F" if header.is_fortran_order else "C")
 
 
-def _channels_first(images: np.ndarray, where: str) -> np.ndarray:
+def _to_channels_first(images: np.ndarray, where: str) -> np.ndarray:
     """Reorder the axes of images to [n, c, h, w].
 
     Args:

@@ -2,7 +2,8 @@
 
 Each value in the column of images is the bytes of an image file, or a struct with these bytes in
 `bytes`; the column of labels holds integers. The names of the classes are in the schema's metadata,
-where Hugging Face writes them. The rows of a file are stored in groups, which can be read separately.
+where Hugging Face writes them. The rows of a file are stored in groups, which can be read
+separately.
 """
 
 import json
@@ -61,7 +62,7 @@ class ParquetImages:
         files = []
         for row, value in enumerate(values, first_row):
             where = f"row {row} of {self.path}"
-            read_content = partial(_image_bytes, where, value)
+            read_content = partial(_get_image_bytes, where, value)
             files.append(File(f"{prefix}row {row}", where, read_content))
         return files
 
@@ -211,7 +212,7 @@ def explain_parquet_errors(path: Path) -> Iterator[None]:
         yield
 
 
-def _image_bytes(where: str, value: Any) -> bytes:
+def _get_image_bytes(where: str, value: Any) -> bytes:
     """Return the bytes of the image file in a row, or raise `Unreadable` if there are none.
 
     Args:

@@ -184,9 +184,9 @@ def _require_plain_dtype(code: str) -> str:
     return code
 
 
-# The objects that a pickle can call. They have no attributes, and are neither functions nor classes:
-# a pickle can set attributes of any object that it reaches, and attributes of a function or a class
-# would persist after the pickle is read.
+# The objects that a pickle can call. They have no attributes, and are neither functions nor
+# classes: a pickle can set attributes of any object that it reaches, and attributes of a function or
+# a class would persist after the pickle is read.
 
 
 class _ArrayClass:

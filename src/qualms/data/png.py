@@ -62,7 +62,7 @@ def require_complete_png(content: bytes, image: Any) -> None:
 
 
 def _read_chunks(content: bytes) -> tuple[bytes, bytes]:
-    """Return the header (the data of the chunk IHDR) and the compressed pixels (of all chunks IDAT).
+    """Return the header (the data of chunk IHDR), and the compressed pixels (of all chunks IDAT).
 
     Args:
         content: the bytes of a PNG file: a signature, then chunks, each of which consists of its

@@ -96,8 +96,8 @@ def read_images(
             other_height, other_width = sizes[-1]
             raise QualmsError(
                 f"the images in {where} differ in size: {files[kept[0]].id} is {width} x "
-                f"{height}, but {file.id} is {other_width} x {other_height}; pass size= to resize them while "
-                "reading."
+                f"{height}, but {file.id} is {other_width} x {other_height}; pass size= to resize "
+                "them while reading."
             )
         pixels[len(kept)] = array
         kept.append(index)

@@ -127,7 +127,7 @@ def _enlarge(shape: Float[Tensor, "8 8"], size: int) -> Float[Tensor, "k k"]:
 
 
 def _crop_margin(letter: UInt8[Tensor, "c h w"]) -> UInt8[Tensor, "c k l"]:
-    """Crop a letter to the smallest rectangle around its ink, since digits have no margin either."""
+    """Crop a letter to the smallest rectangle around its ink, as digits have no margin either."""
     _, ink_rows, ink_columns = letter.nonzero(as_tuple=True)
     rows = slice(int(ink_rows.min()), int(ink_rows.max()) + 1)
     columns = slice(int(ink_columns.min()), int(ink_columns.max()) + 1)
@@ -135,7 +135,7 @@ def _crop_margin(letter: UInt8[Tensor, "c h w"]) -> UInt8[Tensor, "c k l"]:
 
 
 def _split_digits(split: str) -> tuple[_Objects, _Objects]:
-    """Return the digits 0 to 7, which networks learn, and the digits 8 and 9, labeled as unknown."""
+    """Return the digits 0 to 7, which networks learn, and the digits 8 and 9, labeled unknown."""
     digits = read_digits(Path(), split)
     # Digits always have labels.
     assert digits.labels is not None

@@ -1,9 +1,9 @@
 """Load weights from disk into a network: all of them or none.
 
 A pickle can run any code when it is read, so torch's files are read with `weights_only=True`, which
-refuses everything but tensors and plain values. Reading a file (`read_state`) and copying its tensors
-into a network (`fit_state`) are separate steps, since names in a file have a meaning only for a
-network.
+refuses everything but tensors and plain values. Reading a file (`read_state`) and copying its
+tensors into a network (`fit_state`) are separate steps, since names in a file have a meaning only
+for a network.
 """
 
 import io
@@ -263,7 +263,7 @@ def fit_state(
     problems, advice = _describe_mismatch(state, expected)
     if problems:
         raise QualmsError(f"{file} does not fit {network}: {', '.join(problems)}; {advice}.")
-    # strict=False, since `_missing_keys` has decided above which keys may be missing.
+    # strict=False, since `_find_missing_keys` has decided above which keys may be missing.
     model.load_state_dict(dict(state), strict=False)
 
 
@@ -279,7 +279,7 @@ def _describe_mismatch(
     Returns:
         The problems, an empty list if the tensors fit; and advice, with which the error ends.
     """
-    missing = _missing_keys(state, expected)
+    missing = _find_missing_keys(state, expected)
     unexpected = [key for key in state if key not in expected]
     misshapen = []
     for key in state:
@@ -351,7 +351,7 @@ def _rename_key(key: str, rename: Rename) -> str:
     return key
 
 
-def _missing_keys(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+def _find_missing_keys(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
     """Find the names of tensors that the network needs and the checkpoint lacks.
 
     Two kinds of names may be absent: the batch counters of batch normalization, which evaluation

@@ -1,9 +1,9 @@
 """He et al.'s residual networks for CIFAR (CVPR 2016, section 4.2): three stages of 16, 32 and 64
 channels.
 
-They are much smaller than the ResNets of `resnet.py`, which have four stages of 64 to 512 channels as
-for ImageNet. Most published CIFAR checkpoints are of this kind; they differ in the shortcuts between
-stages.
+They are much smaller than the ResNets of `resnet.py`, which have four stages of 64 to 512 channels
+as for ImageNet. Most published CIFAR checkpoints are of this kind; they differ in the shortcuts
+between stages.
 """
 
 import torch.nn.functional as F
@@ -38,9 +38,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [n, in_channels, h, w] to [n, out_channels, h/stride, w/stride]."""
         h = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        return F.relu(h + self._shortcut(x))
+        return F.relu(h + self._apply_shortcut(x))
 
-    def _shortcut(self, x: Tensor) -> Tensor:
+    def _apply_shortcut(self, x: Tensor) -> Tensor:
         """Return the block's input in the shape of its output."""
         if self.downsample is not None:
             return self.downsample(x)

@@ -49,7 +49,7 @@ def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
     return F.pad(x, padding)
 
 
-def _conv(
+def _build_conv(
     in_channels: int,
     out_channels: int,
     kernel: int = 1,
@@ -105,11 +105,11 @@ class InvertedResidual(nn.Module):
         self.has_shortcut = stride == 1 and in_channels == out_channels
         self.has_expansion = expansion > 1
         if self.has_expansion:
-            self.expand_conv = _conv(in_channels, hidden)
+            self.expand_conv = _build_conv(in_channels, hidden)
             self.bn0 = nn.BatchNorm2d(hidden, EPS)
-        self.depthwise_conv = _conv(hidden, hidden, kernel, stride, groups=hidden)
+        self.depthwise_conv = _build_conv(hidden, hidden, kernel, stride, groups=hidden)
         self.bn1 = nn.BatchNorm2d(hidden, EPS)
-        self.project_conv = _conv(hidden, out_channels)
+        self.project_conv = _build_conv(hidden, out_channels)
         self.bn2 = nn.BatchNorm2d(out_channels, EPS)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class EfficientNetLite(nn.Module):
             classes: the number of classes.
         """
         super().__init__()
-        self.conv_stem = _conv(3, STEM, 3, stride=2)
+        self.conv_stem = _build_conv(3, STEM, 3, stride=2)
         self.bn0 = nn.BatchNorm2d(STEM, EPS)
         blocks = []
         in_channels = STEM
@@ -155,7 +155,7 @@ class EfficientNetLite(nn.Module):
                 # Only the first block of a stage changes channels and size.
                 in_channels, stride = out_channels, 1
         self.blocks = nn.Sequential(*blocks)
-        self.conv_head = _conv(in_channels, FEATURES)
+        self.conv_head = _build_conv(in_channels, FEATURES)
         self.bn1 = nn.BatchNorm2d(FEATURES, EPS)
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(FEATURES, classes)

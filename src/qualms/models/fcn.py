@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-# The number of channels at each level of the way down; each level has half the height and width of the
-# level above it.
+# The number of channels at each level of the way down; each level has half the height and width of
+# the level above it.
 DOWN = (16, 32, 64)
 # The number of channels at each level of the way back up.
 UP = (48, 24)

@@ -7,7 +7,7 @@ from torch import nn
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Hash a model's state to sixteen hex digits: the name, dtype, shape and values of each tensor."""
+    """Hash a model's state to sixteen hex digits: each tensor's name, dtype, shape and values."""
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
         flat = value.detach().cpu().contiguous().flatten()

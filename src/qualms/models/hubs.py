@@ -63,7 +63,7 @@ def _import_timm(source: str) -> Any:
             "pip install timm torchvision."
         )
 
-    # timm imports torchvision, which raises more than ImportError if it was built for another torch.
+    # timm imports torchvision, which raises more than ImportError if built for another torch.
     with explain_failure(explain):
         import timm
 

@@ -1,4 +1,4 @@
-"""ImageNet's 1000 classes (ILSVRC 2012) in the order of its labels, which sorts their WordNet ids."""
+"""ImageNet's 1000 classes (ILSVRC 2012) in the order of its labels, which is that of WordNet ids."""
 
 from functools import cache
 from pathlib import Path

@@ -117,8 +117,8 @@ def _from_export(path: Path) -> nn.Module:
     training_operator = _find_training_operator(model)
     if training_operator is not None:
         raise QualmsError(
-            f"{path} was exported in training mode ({training_operator}); call eval() on the network, then "
-            "export it."
+            f"{path} was exported in training mode ({training_operator}); call eval() on the "
+            "network, then export it."
         )
     return model
 
@@ -167,7 +167,7 @@ def _from_factory(name: str, weights: str | Path | None, classes: int | None) ->
             without arguments.
     """
     factory = _import_factory(name)
-    options = {} if classes is None else {_classes_keyword(name, factory): classes}
+    options = {} if classes is None else {_find_classes_keyword(name, factory): classes}
 
     def explain(error: Exception) -> QualmsError:
         """Create the error that calling the factory raised an exception."""
@@ -217,7 +217,7 @@ def _import_factory(name: str) -> Callable[..., Any]:
     return factory
 
 
-def _classes_keyword(name: str, factory: Callable[..., Any]) -> str:
+def _find_classes_keyword(name: str, factory: Callable[..., Any]) -> str:
     """Find the name of the parameter of a factory that is the number of classes.
 
     Args:

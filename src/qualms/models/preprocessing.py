@@ -96,15 +96,15 @@ def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
     """
     name = str(source)
     if name in ZOO:
-        return _zoo_preprocessing(name, model)
+        return _get_zoo_preprocessing(name, model)
     if name.startswith("timm:"):
         settings = getattr(model, "pretrained_cfg", None) or {}
-        return _timm_preprocessing(settings, getattr(model, "num_classes", 0))
+        return _read_timm_preprocessing(settings, getattr(model, "num_classes", 0))
     if name.startswith("hf:"):
         config = getattr(model, "config", None)
-        return _hugging_face_preprocessing(name.removeprefix("hf:"), config)
+        return _read_hugging_face_preprocessing(name.removeprefix("hf:"), config)
     if name.endswith(".pt2"):
-        return Preprocessing(transform=_export_transform(model))
+        return Preprocessing(transform=_read_export_transform(model))
     if name.startswith("torchvision.models") and _count_outputs(model) == len(imagenet_classes()):
         return Preprocessing(class_names=imagenet_classes())
     return Preprocessing()
@@ -131,7 +131,7 @@ def normalization_of(source: str | Path, model: nn.Module) -> Normalization | No
     return preprocessing_of(source, model).normalization
 
 
-def _zoo_preprocessing(name: str, model: nn.Module) -> Preprocessing:
+def _get_zoo_preprocessing(name: str, model: nn.Module) -> Preprocessing:
     """Return the preprocessing of the network `ZOO[name]`.
 
     The class names are left out if the model was created with another number of classes.
@@ -162,7 +162,7 @@ def _count_outputs(model: nn.Module) -> int:
     return outputs
 
 
-def _timm_preprocessing(settings: Any, classes: int) -> Preprocessing:
+def _read_timm_preprocessing(settings: Any, classes: int) -> Preprocessing:
     """Read the preprocessing from timm's settings of a network.
 
     Args:
@@ -171,11 +171,11 @@ def _timm_preprocessing(settings: Any, classes: int) -> Preprocessing:
     """
     mean, std = settings.get("mean"), settings.get("std")
     normalization = Normalization(tuple(mean), tuple(std)) if mean and std else None
-    class_names = _timm_class_names(settings, classes)
-    return Preprocessing(normalization, _timm_transform(settings), class_names)
+    class_names = _find_timm_class_names(settings, classes)
+    return Preprocessing(normalization, _read_timm_transform(settings), class_names)
 
 
-def _timm_transform(settings: Any) -> ImageTransform | None:
+def _read_timm_transform(settings: Any) -> ImageTransform | None:
     """Read how images are resized and cropped from timm's settings; None if that is not known.
 
     The size before the crop is the network's input size divided by `crop_pct`.
@@ -204,7 +204,7 @@ def _known_interpolation(name: Any) -> Interpolation | None:
     return None
 
 
-def _timm_class_names(settings: Any, classes: int) -> tuple[str, ...]:
+def _find_timm_class_names(settings: Any, classes: int) -> tuple[str, ...]:
     """Find the class names of a network of timm; empty if they are not known.
 
     They are in the network's settings; or they are those of ImageNet, or of a larger version of
@@ -234,7 +234,7 @@ def _timm_class_names(settings: Any, classes: int) -> tuple[str, ...]:
     return tuple(str(synonyms).split(",")[0] for synonyms in descriptions)
 
 
-def _hugging_face_preprocessing(name: str, config: Any) -> Preprocessing:
+def _read_hugging_face_preprocessing(name: str, config: Any) -> Preprocessing:
     """Read the preprocessing from Hugging Face's settings of an image processor and of a network.
 
     Args:
@@ -246,19 +246,19 @@ def _hugging_face_preprocessing(name: str, config: Any) -> Preprocessing:
     if path is not None:
         try:
             settings = json.loads(path.read_text())
-            normalization = _processor_normalization(settings)
-            transform = _processor_transform(settings)
+            normalization = _read_processor_normalization(settings)
+            transform = _read_processor_transform(settings)
         except DAMAGE_ERRORS as error:
             raise QualmsError(
                 f"{path} is damaged ({reason(error)}); save the image processor again."
             ) from error
-    transform = transform or _config_transform(config)
+    transform = transform or _read_config_transform(config)
     if transform is not None:
         channels = getattr(config, "num_channels", None)
         if normalization is not None:
             channels = len(normalization.mean)
         transform = replace(transform, channels=_known_channels(channels))
-    return Preprocessing(normalization, transform, _config_class_names(config))
+    return Preprocessing(normalization, transform, _read_config_class_names(config))
 
 
 def _find_processor_settings(name: str) -> Path | None:
@@ -284,7 +284,7 @@ def _find_processor_settings(name: str) -> Path | None:
     return None if cached is None else Path(cached)
 
 
-def _processor_normalization(settings: dict[str, Any]) -> Normalization | None:
+def _read_processor_normalization(settings: dict[str, Any]) -> Normalization | None:
     """Read the normalization of an image processor; None if it does not normalize.
 
     Args:
@@ -300,7 +300,7 @@ def _processor_normalization(settings: dict[str, Any]) -> Normalization | None:
     return Normalization(tuple(map(float, mean)), stds)
 
 
-def _processor_transform(settings: dict[str, Any]) -> ImageTransform | None:
+def _read_processor_transform(settings: dict[str, Any]) -> ImageTransform | None:
     """Read how an image processor resizes and crops images.
 
     Args:
@@ -323,7 +323,7 @@ def _processor_transform(settings: dict[str, Any]) -> ImageTransform | None:
     if "shortest_edge" in size:
         shorter_side = int(size["shortest_edge"])
         crop_fraction = settings.get("crop_pct")
-        final_size, resize = _shorter_side_sizes(kind, shorter_side, crop, crop_fraction)
+        final_size, resize = _compute_shorter_side_sizes(kind, shorter_side, crop, crop_fraction)
         return ImageTransform(final_size, resize, interpolation)
     if "height" not in size or "width" not in size:
         return None
@@ -333,13 +333,13 @@ def _processor_transform(settings: dict[str, Any]) -> ImageTransform | None:
     return ImageTransform(_as_pair(crop), resize=before, interpolation=interpolation)
 
 
-def _shorter_side_sizes(
+def _compute_shorter_side_sizes(
     kind: str,
     shorter_side: int,
     crop: Any,
     crop_fraction: Any,
 ) -> tuple[tuple[int, int], int | None]:
-    """Compute the sizes after and before the crop, for settings with the length of the shorter side.
+    """Compute the sizes after and before the crop from the length of the shorter side.
 
     Args:
         kind: the name of the image processor's class; some classes compute sizes differently.
@@ -371,7 +371,7 @@ def _as_pair(size: Any) -> tuple[int, int]:
     return int(size["height"]), int(size["width"])
 
 
-def _config_transform(config: Any) -> ImageTransform | None:
+def _read_config_transform(config: Any) -> ImageTransform | None:
     """Read the size of images from a network's configuration; None if it has none."""
     size = getattr(config, "image_size", None)
     if isinstance(size, int):
@@ -381,7 +381,7 @@ def _config_transform(config: Any) -> ImageTransform | None:
     return None
 
 
-def _config_class_names(config: Any) -> tuple[str, ...]:
+def _read_config_class_names(config: Any) -> tuple[str, ...]:
     """Read the class names from a network's configuration.
 
     Empty if a name is missing, or if the names are transformers' defaults, LABEL_0 and so on.
@@ -397,7 +397,7 @@ def _config_class_names(config: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _export_transform(model: nn.Module) -> ImageTransform | None:
+def _read_export_transform(model: nn.Module) -> ImageTransform | None:
     """Read the size of images from the input that a network was exported with.
 
     Returns:

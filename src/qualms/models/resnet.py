@@ -23,7 +23,7 @@ class BasicBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        self.shortcut = _shortcut(in_channels, width, stride)
+        self.shortcut = _build_shortcut(in_channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [n, in_channels, h, w] to [n, width, h/stride, w/stride]."""
@@ -51,7 +51,7 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, out_channels, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(out_channels)
-        self.shortcut = _shortcut(in_channels, out_channels, stride)
+        self.shortcut = _build_shortcut(in_channels, out_channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [n, in_channels, h, w] to [n, 4·width, h/stride, w/stride]."""
@@ -60,7 +60,7 @@ class Bottleneck(nn.Module):
         return F.relu(self.bn3(self.conv3(h)) + self.shortcut(x))
 
 
-def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+def _build_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
     """Create a block's shortcut: the identity, or a 1x1 convolution if the block changes the shape.
 
     Args:

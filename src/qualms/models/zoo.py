@@ -1,4 +1,4 @@
-"""The table of named networks: how to create each, and the preprocessing of its published weights."""
+"""The table of named networks: how to create each, and how to prepare its inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
