@@ -154,6 +154,7 @@ def _is_dataset_folder(path: Path, name: str, root: Path) -> bool:
         name: a name that may be a dataset's.
         root: the folder of datasets.
     """
+    # Only the datasets in NAMED_FOLDERS keep their files in ROOT/name.
     folder = root / name
     if name not in NAMED_FOLDERS or not os.path.exists(folder):
         return False

@@ -125,10 +125,11 @@ def _iter_elements(content: memoryview, byte_order: str) -> Iterator[tuple[int, 
 
 
 def _read_variable(parts: list[tuple[int, memoryview]], byte_order: str) -> tuple[str, Variable]:
-    """Read a variable and its name.
+    """Read a variable of a MATLAB file, and its name.
 
     Args:
-        parts: the type and the bytes of the variable's elements: flags, shape, name and values.
+        parts: the type and the bytes of each element that the variable consists of: flags, shape,
+            name and values, in this order.
         byte_order: the byte order, "<" or ">".
 
     Returns:
@@ -137,19 +138,20 @@ def _read_variable(parts: list[tuple[int, memoryview]], byte_order: str) -> tupl
     if not parts or parts[0][0] != UINT32 or len(parts[0][1]) != 8:
         raise ValueError("a variable has no flags")
     (flags,) = struct.unpack_from(f"{byte_order}I", parts[0][1])
-    # The lowest byte is the class of the variable.
-    kind = flags & 0xFF
-    if kind in OTHER_CLASSES:
+    # The lowest byte is MATLAB's code for the class of the variable.
+    class_code = flags & 0xFF
+    if class_code in OTHER_CLASSES:
         name = ""
         if len(parts) > 2 and parts[2][0] == INT8:
             name = bytes(parts[2][1]).decode("latin1")
-        return name, Variable(OTHER_CLASSES[kind], array=None)
-    dtype = ARRAY_DTYPES.get(kind)
+        return name, Variable(OTHER_CLASSES[class_code], array=None)
+    dtype = ARRAY_DTYPES.get(class_code)
     is_complex = bool(flags & COMPLEX)
     # A complex array has a fifth element, its imaginary parts.
     if dtype is None or len(parts) != 4 + is_complex:
         raise ValueError("a variable has an unknown type, or lacks the parts of an array")
     (shape_type, shape), (name_type, name_bytes), (value_type, value_bytes) = parts[1:4]
+    # The lengths of the axes are integers of four bytes.
     has_types = shape_type == INT32 and name_type == INT8 and value_type in STORED_DTYPES
     if not has_types or len(shape) % 4:
         raise ValueError("an array has no shape, name or numbers")

@@ -185,8 +185,8 @@ def _require_plain_dtype(code: str) -> str:
 
 
 # The objects that a pickle can call. They have no attributes, and are neither functions nor
-# classes: a pickle can set attributes of any object that it reaches, and attributes of a function or
-# a class would persist after the pickle is read.
+# classes: a pickle can set attributes of any object that it reaches, and those of a function or a
+# class would persist after the pickle is read.
 
 
 class _ArrayClass:

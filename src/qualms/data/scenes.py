@@ -223,6 +223,7 @@ class _Canvas:
         corners = 0.4 * torch.rand(1, 1, 2, 2, generator=random)
         size = (SIZE, SIZE)
         image = F.interpolate(corners, size, mode="bilinear", align_corners=True)
+        # `interpolate` returns [n, c, h, w].
         self.image = image[0, 0]
         self.labels = torch.zeros(SIZE, SIZE, dtype=torch.long)
         self.is_taken = torch.zeros(SIZE, SIZE, dtype=torch.bool)

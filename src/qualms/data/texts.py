@@ -116,7 +116,7 @@ def _read_documents(
         try:
             given_name, text = entry.content()
             _require_text(text, entry.where)
-            _require_no_surrogates(given_name or "", entry.where, "named in")
+            _require_no_surrogates(given_name or "", entry.where, how="named in")
         except Unreadable as error:
             if strict:
                 raise
@@ -235,7 +235,7 @@ def _require_text(text: str, where: str) -> None:
     """Raise an error if a text is empty or is not valid Unicode."""
     if not text.strip():
         raise Unreadable(where, "empty")
-    _require_no_surrogates(text, where, "written in")
+    _require_no_surrogates(text, where, how="written in")
 
 
 def _require_no_surrogates(text: str, where: str, how: str) -> None:

@@ -117,6 +117,7 @@ class InvertedResidual(nn.Module):
         h = x
         if self.has_expansion:
             h = F.relu6(self.bn0(self.expand_conv(h)))
+        # At stride 1, the convolution itself pads.
         if self.stride > 1:
             h = pad_same(h, self.kernel, self.stride)
         h = F.relu6(self.bn1(self.depthwise_conv(h)))

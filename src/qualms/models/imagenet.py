@@ -1,4 +1,4 @@
-"""ImageNet's 1000 classes (ILSVRC 2012) in the order of its labels, which is that of WordNet ids."""
+"""ImageNet's 1000 classes (ILSVRC 2012) in the order of its labels: sorted by WordNet id."""
 
 from functools import cache
 from pathlib import Path

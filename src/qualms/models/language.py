@@ -84,8 +84,7 @@ def load_language_model(source: str) -> LanguageModel:
             config,
             advice="download all of them",
             use_safetensors=True,
-            # torch has no forward-mode derivative of the fused products of experts (of layers with a
-            # mixture of experts).
+            # In mixtures of experts: torch has no forward-mode derivative of fused products.
             experts_implementation="eager",
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)

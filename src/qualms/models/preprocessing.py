@@ -384,7 +384,12 @@ def _read_config_transform(config: Any) -> ImageTransform | None:
 def _read_config_class_names(config: Any) -> tuple[str, ...]:
     """Read the class names from a network's configuration.
 
-    Empty if a name is missing, or if the names are transformers' defaults, LABEL_0 and so on.
+    Args:
+        config: the configuration, whose `id2label` is a dict from class indices to names.
+
+    Returns:
+        The names in the order of the classes; empty if one is missing, or if they are the defaults
+        of transformers, LABEL_0 and so on.
     """
     labels = getattr(config, "id2label", None) or {}
     names = []
