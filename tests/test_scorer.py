@@ -400,9 +400,9 @@ def test_mistakes_are_told(model: nn.Module, x: Tensor) -> None:
         "methods is empty": lambda: qualms.Scorer(model, []),
         "a method is a int": lambda: qualms.Scorer(model, [3]),  # type: ignore[list-item]
         # type: ignore[arg-type]
-        "engine='fast' is not known": lambda: qualms.Scorer(model, engine="fast"),
+        "engine='fast' is invalid": lambda: qualms.Scorer(model, engine="fast"),
         # type: ignore[arg-type]
-        "layers='all' is not known": lambda: qualms.Scorer(model, layers="all"),
+        "layers='all' is invalid": lambda: qualms.Scorer(model, layers="all"),
         "model is a str": lambda: qualms.Scorer("resnet18")(x),  # type: ignore[arg-type]
     }.items():
         with pytest.raises(qualms.QualmsError, match=message):

@@ -119,8 +119,8 @@ class Positions:
             return asked or "exact"
         if asked in ("exact", "reference"):
             raise QualmsError(
-                f"engine={asked!r} takes one backward pass per class and position; name a few "
-                "positions in positions=, or use engine='sketch'."
+                f"engine={asked!r} takes one backward pass per class and position; pass a few "
+                "positions as positions=, or use engine='sketch'."
             )
         if asked is None or asked == "auto":
             return "sketch"
@@ -207,7 +207,7 @@ def require_reduction(reduce: Any) -> None:
     is_quantile = isinstance(reduce, float) and 0 < reduce < 1
     if reduce is not None and reduce not in ("mean", "max", "sum") and not is_quantile:
         raise QualmsError(
-            f"reduce={reduce!r} is not known; choose mean, max, sum, or a quantile above 0 and "
+            f"reduce={reduce!r} is invalid; choose mean, max, sum, or a quantile above 0 and "
             "below 1."
         )
 

@@ -376,7 +376,7 @@ def test_a_model_that_refuses_noise_is_told_of_the_noise() -> None:
             return self.fc2(self.fc1(torch.cat([self.embed(x[:, 0].long()), x[:, 1:]], 1)).relu())
 
     with pytest.raises(
-        qualms.QualmsError, match="heat runs the model on 32 noise inputs, which failed"
+        qualms.QualmsError, match="heat needs to run the model on 32 noise inputs, but this failed"
     ):
         qualms.score(Category(), torch.ones(3, 4), "heat")
 

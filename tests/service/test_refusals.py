@@ -102,7 +102,7 @@ def test_a_name_in_a_request_is_never_opened(name: str, monkeypatch: pytest.Monk
         (b'{"images": [[[NaN]]]}', 422, "images.0.0.0 is invalid"),
         (b'{"images": [[[1e999]]]}', 422, "images.0.0.0 is invalid"),
         (b'{"images": [[[256]]]}', 422, "images.0.0.0 is invalid"),
-        (b'{"images": [[[0.5]]]}', 422, "image 0 has fractions, but white is 255"),
+        (b'{"images": [[[0.5]]]}', 422, "image 0 has fractional numbers, but `white` is 255"),
         (b'{"images": [[[2]]], "white": 1}', 422, "image 0 has numbers outside 0 to 1"),
         (b'{"images": [[[0, 1], [0]]]}', 422, "image 0 is not an array of numbers"),
         (b'{"images": [[[[0, 1]]]]}', 422, "image 0 has 2 channels"),

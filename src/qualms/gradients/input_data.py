@@ -262,7 +262,7 @@ def validate_batch(batch: Any, argument: str = "x") -> Batch:
     sizes = {t.shape[0] for t in parts}
     if len(sizes) > 1:
         raise QualmsError(
-            f"the tensors of {argument} disagree on the number of inputs: {sorted(sizes)}."
+            f"the tensors of {argument} differ in the number of inputs: {sorted(sizes)}."
         )
     if sizes == {0}:
         raise QualmsError(f"{argument} is an empty batch; pass at least one input.")

@@ -260,7 +260,7 @@ def validate_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:
     if logits.ndim > 2 and shape[0] == rows:
         raise QualmsError(
             f"the model returns logits of shape {shape}, so it predicts at many positions; pass "
-            "class_dim= to qualms.Scorer, the axis of the classes: -1 for language models, 1 for "
+            "the axis of the classes to qualms.Scorer as class_dim=: -1 for language models, 1 for "
             "segmentation."
         )
     if logits.ndim != 2 or shape[0] != rows or shape[1] < 2:

@@ -71,8 +71,8 @@ class SampleAlone:
             live = mask[0].bool().nonzero().flatten()
             if len(live) == 0:
                 raise QualmsError(
-                    f"the {side + MASK} of input {number} of the batch masks all of it; leave this "
-                    "input out."
+                    f"the {side + MASK} of input {number} of the batch masks every token; leave "
+                    "this input out."
                 )
             first, last = int(live[0]), int(live[-1])
             # Where a mask has holes, the model itself must know what to do with it.
@@ -133,7 +133,7 @@ def _mismatch(positions: str, tokens: int) -> QualmsError:
     """
     return QualmsError(
         f"the model predicts at {positions} positions for {tokens} tokens, so it is not clear "
-        "which of them the attention mask excludes; pass one text at a time, without padding."
+        "which positions the attention mask excludes; pass one text at a time, without padding."
     )
 
 
@@ -193,8 +193,8 @@ def _cut(
             cut[name] = t[:, part] if is_long else t
         elif is_long and side == "" and not name.startswith((DECODER, ENCODER)):
             raise QualmsError(
-                f"{name} of x is as long as its padded texts, so it is not clear whether it has an "
-                "entry for each token; pass one text at a time, without padding."
+                f"{name} of x is as long as the padded texts, so it is not clear whether {name} "
+                "has one entry per token; pass one text at a time, without padding."
             )
     return cut
 

@@ -119,7 +119,7 @@ def _is_share(value: object) -> bool:
 
 def _require_known(argument: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise QualmsError(f"{argument}={value!r} is not known; choose one of {', '.join(known)}.")
+        raise QualmsError(f"{argument}={value!r} is invalid; choose one of {', '.join(known)}.")
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,9 @@ def check_repeatable(
     again = forward_logits(model, row, casts)
     if not close_logits(again, logits, casts.of(logits)):
         raise QualmsError(
-            "the model is random in evaluation mode: the same input gave two different outputs; "
-            "turn off its randomness (such as dropout with training=True, or sampling layers)."
+            "the model is not deterministic in evaluation mode: the same input gave two different "
+            "outputs; turn off its randomness (such as dropout with training=True, or sampling "
+            "layers)."
         )
     return casts.of(logits)
 

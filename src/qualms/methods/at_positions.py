@@ -188,8 +188,8 @@ class TangentSums:
             y = products.tangents[:, block].movedim(0, 1)  # [positions, tangents, classes]
             if not bool(torch.isfinite(y).all()):
                 raise QualmsError(
-                    "the sketch overflowed the model's precision; use float32, or a few positions= "
-                    "with engine='exact'."
+                    "the sketch overflowed the range of the model's dtype; use float32, or pass a "
+                    "few positions as positions= and use engine='exact'."
                 )
             projections = {n: self._average_rows(n, block, products, y) for n in self.directions}
             if not is_last:

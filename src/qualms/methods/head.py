@@ -149,8 +149,8 @@ def find_blocks(model: nn.Module, batch: Batch, params: Params, method: str) -> 
     blocks = heavy_blocks(model, batch, selected_parameters(model, params))
     if not blocks:
         raise QualmsError(
-            f"{method} needs the order in which the model uses its layers, but the model hides "
-            "it from torch's function modes (a scripted module?); use regrad or entropy."
+            f"{method} needs the order in which the model uses its layers, but torch's function "
+            "modes cannot see its operations (a scripted module?); use regrad or entropy."
         )
     return blocks
 

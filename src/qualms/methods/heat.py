@@ -232,8 +232,8 @@ class Heat(Method):
             log_ratio = self._log_ratio(noise, blocks)[0]
         except QualmsError as error:
             raise QualmsError(
-                f"{self.name} runs the model on {NOISE_INPUTS} noise inputs, which failed "
-                f"({reason(error)}); use regrad+layers or entropy."
+                f"{self.name} needs to run the model on {NOISE_INPUTS} noise inputs, but this "
+                f"failed ({reason(error)}); use regrad+layers or entropy."
             ) from error
         finite = log_ratio[log_ratio.isfinite()]
         if 2 * len(finite) >= NOISE_INPUTS:

@@ -106,7 +106,7 @@ class PerturbTheta(MonteCarlo):
             total += kl(log_softmax(logits.double()), context.log_probs)
             if not mode.seen:
                 raise QualmsError(
-                    "the model's operations are hidden from torch's function modes (a scripted "
+                    "torch's function modes cannot see the model's operations (a scripted "
                     "module?), so its weights cannot be perturbed; use perturb-x or regrad."
                 )
         return total / self.draws

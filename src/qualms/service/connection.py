@@ -180,7 +180,9 @@ class LimitedConnection(HttpToolsProtocol):
         """Close the connection; a client in the middle of a head gets 408."""
         if self.is_in_head:
             limit = f"{self.deadline:g} s"
-            self._refuse(408, f"the headers did not arrive within {limit}; send less, or faster.")
+            self._refuse(
+                408, f"the headers did not arrive within {limit}; send them faster, or fewer."
+            )
         else:
             self.transport.close()
 

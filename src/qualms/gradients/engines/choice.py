@@ -98,7 +98,7 @@ def resolve_engine(
     if passes <= MAX_EXACT_PASSES:
         return exact
     log.info(
-        "exact gradients would take %.0f forward passes per row; estimating scores from some of "
+        "exact gradients would take %.0f forward passes per input; estimating scores from some of "
         "the classes",
         passes,
     )
@@ -132,14 +132,14 @@ def resolve_layer_engine(
     sketch_passes = SKETCH_PASSES * Sketch().tangents * layers
     if passes <= max(MAX_EXACT_PASSES, sketch_passes):
         log.info(
-            "engine='auto' picked exact: %.0f forward passes per row, %.0f as a sketch",
+            "engine='auto' picked exact: %.0f forward passes per input, %.0f as a sketch",
             passes,
             sketch_passes,
         )
         return replace(settings, engine="exact")
     # The user should know of estimates in place of exact numbers.
     log.warning(
-        "engine='auto' picked sketch: %.0f forward passes per row, %.0f exact",
+        "engine='auto' picked sketch: %.0f forward passes per input, %.0f exact",
         sketch_passes,
         passes,
     )

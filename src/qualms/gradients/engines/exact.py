@@ -222,7 +222,7 @@ class _Chunk:
         """
         if self.request.gram:
             budget = in_mebibytes(self.request.budget)
-            raise NotBatchable(f"the gradients of all classes of one input do not fit {budget}")
+            raise NotBatchable(f"the gradients of all classes of one input do not fit in {budget}")
         return accumulate_chunks(self.request, self.model_input, self.plan)
 
 

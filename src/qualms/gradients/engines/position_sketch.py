@@ -118,8 +118,9 @@ class ExpectedLogits:
         """
         if not close_logits(logits[self.positions], self.values.to(logits), precision):
             raise QualmsError(
-                "the model returns different logits in forward mode than in a plain pass, so its "
-                "sketch is unreliable; name a few positions= and use engine='exact'."
+                "the model returns different logits in forward-mode AD than in a plain pass, so "
+                "its sketch is unreliable; pass a few positions as positions=, and use "
+                "engine='exact'."
             )
 
 
@@ -221,8 +222,8 @@ class PositionSketchEngine:
         if request.settings.norm == "l1" or adds_layers:
             raise QualmsError(
                 "at many positions, a sketch supports only L2 norms and layers added in "
-                "quadrature; leave out norm='l1' and combine='sum', or name a few positions= and "
-                "use engine='exact'."
+                "quadrature; leave out norm='l1' and combine='sum', or pass a few positions as "
+                "positions= and use engine='exact'."
             )
         probe, function, tangents = self._find_function(request, expected, lam)
         plan = PositionPlan(expected, probe, function, tangents, at_once=1)

@@ -61,7 +61,7 @@ MAX_RESULT_BYTES = 2**24
 # operation; copies that kernels make are included.
 RESULTS_PER_ROW = 24
 DOUBLES = 16  # bytes of a projection in float64, and of its copy
-NEEDS = "a tangent on the weights and the gradient that it is checked with"
+NEEDS = "a tangent on the weights and the gradient that it is checked against"
 INSTEAD = "select fewer parameters with `params`, or use engine='exact'"
 
 # The projections of the gradients of b samples along m directions, and the logits of the samples.
@@ -185,7 +185,7 @@ class SketchEngine:
             values, logits = run.project_block(block)
             if not bool(torch.isfinite(values).all()):
                 raise QualmsError(
-                    "engine='sketch' overflowed the model's precision; use float32, or "
+                    "engine='sketch' overflowed the range of the model's dtype; use float32, or "
                     "engine='exact'."
                 )
             yield Projections(values, tangents.law), logits

@@ -68,8 +68,8 @@ def validate_model(model: object) -> nn.Module:
     devices = sorted({str(p.device) for p in inner.parameters()})
     if len(devices) > 1:
         raise QualmsError(
-            f"the model's parameters are on several devices ({', '.join(devices)}); load it onto "
-            "one, without device_map."
+            f"the model's parameters are on several devices ({', '.join(devices)}); load the model "
+            "onto one device, without device_map."
         )
     for name, t in (*inner.named_parameters(), *inner.named_buffers()):
         if is_lazy(t):
@@ -288,7 +288,8 @@ def _require_same_weights(model: nn.Module, fingerprint: ModelFingerprint) -> No
     for (name, p), before in zip(model.named_parameters(), fingerprint.tensors, strict=False):
         if tensor_checksum(p) != before:
             raise QualmsError(
-                f"the model changes its parameter {name} in its forward pass; score a copy of it."
+                f"the model modifies its parameter {name} in its forward pass; remove this "
+                "modification, or turn it off in evaluation mode."
             )
 
 

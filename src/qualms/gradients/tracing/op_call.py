@@ -105,7 +105,7 @@ class OpCall:
                 # Tracing one row: no shape was replaced, so the model is at fault.
                 raise
             raise NotBatchable(
-                f"{self.use.name} cannot run on one row at a time: {reason(error)}"
+                f"{self.use.name} cannot run on one sample at a time: {reason(error)}"
             ) from error
 
     def add_factor(
@@ -274,7 +274,7 @@ class OpCall:
     def _run_row_by_row(self, used: list[Tensor]) -> Any:
         """Run the operation once per row on new copies of the parameters `used`; join results."""
         if self.use.name.endswith("_") and not self.use.name.startswith("_"):
-            raise NotBatchable(f"{self.use.name} changes its argument in place")
+            raise NotBatchable(f"{self.use.name} modifies its argument in place")
         layouts = {id(t): self.layout(t) for t in self.use.arguments}
         edges_of: dict[int, list[GradientEdge]] = {id(t): [] for t in used}
 
