@@ -191,10 +191,10 @@ class Coherence(Method):
         """Compute `coherence`, or estimate it with a standard error from a subset of many classes."""
         params = self.late_params(context)
         if self.num_directions(context.num_classes) == context.num_classes:
-            table = context.exact_table(params, LOGITS, gram=True)  # values: [b, layer, m, m]
+            table = context.measure_exactly(params, LOGITS, gram=True)  # values: [b, layer, m, m]
             return Estimate(coherence(context.logits, table.values.double().sum(1)))
-        directions = context.model_context.once(self, lambda: self._contrasts(context))
-        table = context.exact_table(params, directions, gram=True)
+        directions = context.model_context.get_or_compute(self, lambda: self._contrasts(context))
+        table = context.measure_exactly(params, directions, gram=True)
         return estimate_coherence(table.logits.double(), table.values.double().sum(1), directions)
 
     def late_params(self, context: BatchContext) -> frozenset[str]:

@@ -141,11 +141,11 @@ class GAIA(Method):
         # Whether an operation can have zero gradients, such as a ReLU.
         has_flat = False
         with all_parameters_differentiable(context.model):
-            for part in context.chunks_with_graph(times=2):
+            for part in context.chunks_with_graph(memory_factor=2):
                 density, is_flat = _measure_densities(context, part)
                 densities.append(density)
                 has_flat |= is_flat
-            is_informative = context.model_context.once(
+            is_informative = context.model_context.get_or_compute(
                 self, lambda: _densities_vary(context, has_flat)
             )
         if not is_informative:
@@ -168,7 +168,7 @@ def _densities_vary(context: BatchContext, has_flat: bool) -> bool:
         noise = noise_inputs(context, NOISE_INPUTS, GAIA.name)
     except QualmsError:
         return has_flat
-    size = context.model_context.rows_with_graph(noise, times=2)
+    size = context.model_context.rows_with_graph(noise, memory_factor=2)
     parts = [_measure_densities(context, part)[0] for part in parts_of(noise, size)]
     densities = torch.cat(parts)
     return bool((densities != densities[0]).any())

@@ -14,7 +14,7 @@ from qualms.methods.context import BatchContext
 from qualms.methods.divergence import AT_ONCE, mutual_information
 from qualms.methods.method import FEW, Method
 
-DOUBLE = 8  # bytes
+DOUBLE_BYTES = 8  # of one number in float64
 # From a block of inputs b to log q_n [b, d, c], d draws at a time.
 LogProbs = Callable[[slice], Iterator[Float64[Tensor, "b d c"]]]
 
@@ -53,7 +53,7 @@ def information_over_draws(
     """
     parts: list[Tensor] = []
     what = f"the predictions of {draws} draws for one input"
-    for block in context.blocks(DOUBLE * draws * context.num_classes, what, max_inputs):
+    for block in context.blocks(DOUBLE_BYTES * draws * context.num_classes, what, max_inputs):
         shape = (block.stop - block.start, draws, context.num_classes)
         log_q = torch.empty(shape, dtype=torch.double, device=context.device)
         done = 0

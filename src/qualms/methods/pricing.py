@@ -20,7 +20,7 @@ from qualms.methods.context import BatchContext
 from qualms.methods.gradient_score import (
     GradientPass,
     GradientScore,
-    class_sums,
+    create_class_sums,
 )
 from qualms.methods.heat import Heat, Recommended
 from qualms.methods.method import Method
@@ -74,7 +74,7 @@ def price_of(context: BatchContext, methods: Iterable[Method]) -> Price:
     passes = 1.0 + sum(_count_method(m, context) for m in methods)
     for smooth in dict.fromkeys(m.smooth for m in gradient_methods):
         passes += _count_gradients(context, [m for m in gradient_methods if m.smooth == smooth])
-    request = context.request(GradientPass.of_scorer(context, None).directions, None)
+    request = context.create_request(GradientPass.of_scorer(context, None).directions, None)
     return Price(round(passes, 1), passes * _forward_seconds(context), request.budget)
 
 
@@ -125,7 +125,7 @@ def _count_method(method: Method, context: BatchContext) -> float:
     if isinstance(method, Ensemble):
         return float(len(context.model_context.members))
     if isinstance(method, Heat):
-        unit = method.unit(context)
+        unit = method.get_unit(context)
         if unit.log_ratio is None:
             return 0.0
         names = [name for block in unit.blocks for name in block]
@@ -145,7 +145,7 @@ def _count_late(context: BatchContext, names: Iterable[str], directions: int) ->
         names: the names of the parameters.
         directions: the number of backward passes.
     """
-    request = context.request(GradientPass.of_scorer(context, None).directions, None)
+    request = context.create_request(GradientPass.of_scorer(context, None).directions, None)
     return row_passes(request, directions, context.model_context.cache, frozenset(names))
 
 
@@ -166,16 +166,16 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
     directions: float = shared.directions.size(context.num_classes)
     sampled = [m for m in methods if m.uses_class_sampling(context)]
     if sampled:
-        sums = class_sums(context, sampled, shared.lam)
+        sums = create_class_sums(context, sampled, shared.lam)
         classes = float(sums.first_numbers(context.logits).double().mean())
         # A sample of the classes takes the place of all of them.
         directions = classes + directions - context.num_classes
     # Backward passes stop where the early layers begin that are skipped, if there are any.
     late = find_layer_cut(
-        context.request(shared.directions, smooth), shared.lam, model_context.cache
+        context.create_request(shared.directions, smooth), shared.lam, model_context.cache
     )
     names = None if late is None else late.names
-    plain = context.request(shared.directions, None)
+    plain = context.create_request(shared.directions, None)
     return rows * row_passes(plain, directions, model_context.cache, names)
 
 

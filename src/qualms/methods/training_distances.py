@@ -98,7 +98,9 @@ class KNN(Method):
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute `knn` of the unit features."""
         # The key of the cache is the class: methods with different k share the training features.
-        neighbors, lengths = context.model_context.once(KNN, lambda: self._neighbors(context))
+        neighbors, lengths = context.model_context.get_or_compute(
+            KNN, lambda: self._neighbors(context)
+        )
         features = context.head.features.to(neighbors)
         return knn(
             to_unit(features, vector_lengths(features)),
@@ -209,7 +211,7 @@ class Mahalanobis(Method):
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute the squared Mahalanobis distance to the nearest class."""
-        classes = context.model_context.once(
+        classes = context.model_context.get_or_compute(
             self, lambda: fit_classes(training_features(context, self.name))
         )
         return mahalanobis(context.head.features, classes)
@@ -281,7 +283,7 @@ class FDBD(Method):
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute `fdbd` with the mean of the training features."""
-        mean, min_distance = context.model_context.once(self, lambda: self._fit(context))
+        mean, min_distance = context.model_context.get_or_compute(self, lambda: self._fit(context))
         head = context.head
         return fdbd(context.logits, head.features, head.weight, mean, min_distance)
 

@@ -49,7 +49,9 @@ def training_features(context: BatchContext, method: str) -> TrainingFeatures:
         method: the name of the method, for the error if there is no training data.
     """
     model_context = context.model_context
-    return model_context.once(TrainingFeatures, lambda: _compute_features(context, method))
+    return model_context.get_or_compute(
+        TrainingFeatures, lambda: _compute_features(context, method)
+    )
 
 
 def _compute_features(context: BatchContext, method: str) -> TrainingFeatures:
@@ -135,7 +137,9 @@ class ReAct(Method):
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute `react` with the quantile of the training features as threshold."""
         head = context.head
-        threshold = context.model_context.once(self, lambda: self._find_threshold(context))
+        threshold = context.model_context.get_or_compute(
+            self, lambda: self._find_threshold(context)
+        )
         return react(head.features, head.weight, head.bias, threshold)
 
     def _find_threshold(self, context: BatchContext) -> float:
@@ -213,7 +217,7 @@ class ViM(Method):
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute `vim` with the residual of the training features."""
-        residual = context.model_context.once(self, lambda: self._fit(context))
+        residual = context.model_context.get_or_compute(self, lambda: self._fit(context))
         return vim(context.logits, context.head.features, residual)
 
     def _fit(self, context: BatchContext) -> Residual:
