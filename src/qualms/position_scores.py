@@ -266,7 +266,9 @@ class PositionScorer:
             smooth,
         )
         engine = PositionSketchEngine(context.cache)
-        plan = engine.plan(request, expected, lam, TangentSums.bytes_per_tangent(expected.shape, rows))
+        plan = engine.plan(
+            request, expected, lam, TangentSums.bytes_per_tangent(expected.shape, rows)
+        )
         for products in engine.run(plan, request):
             sums.add(products)
             del products  # before the next pass begins

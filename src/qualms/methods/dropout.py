@@ -316,9 +316,8 @@ class _ReplayMode(TorchFunctionMode):
         if not self.is_prefix:
             return func(*args, **kwargs)
         if self.recorded is None:
-            result = func(*args, **kwargs)
+            self.results.append(func(*args, **kwargs))
         else:
             # The operations of all runs have the same order.
-            result = self.recorded[len(self.results)]
-        self.results.append(result)
-        return result
+            self.results.append(self.recorded[len(self.results)])
+        return self.results[-1]

@@ -196,7 +196,7 @@ class Method(Protocol):
         return self.name
 
     def in_units(self, scale: Scale) -> "Method":
-        """Return the method with its noise level converted to the units of the model's input.
+        """Return a copy with the noise level converted to the units of the model's input.
 
         Methods without noise return themselves.
 
