@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.precision import at_least_float32
-from qualms.methods.at_positions import NOWHERE, blocks
+from qualms.methods.at_positions import NOWHERE, position_blocks
 from qualms.methods.divergence import log_softmax
 
 TOP_CLASSES = 5  # the number of classes that are kept at every position
