@@ -82,10 +82,10 @@ class ModelContext:
     def get_or_compute(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return the result that is cached for a key, or compute and cache it at the first call.
 
-        Results are kept for as long as the model, across batches.
+        Results are kept for later batches of this model.
 
         Args:
-            key: identifies the result, such as the method that needs it.
+            key: identifies the result, such as the method (with its parameters) that needs it.
             compute: computes the result.
         """
         if key not in self.method_cache:

@@ -186,7 +186,9 @@ class ClassSums:
         round_index: int,
         tally: Tally,
     ) -> LayerTable:
-        """Measure further classes of some inputs, and add their terms to the tally.
+        """Measure further classes of some inputs, and add their terms w_c ‖g_c‖ⁿ to the tally.
+
+        The classes are all classes, or a random sample that is drawn here.
 
         Args:
             index: the indices of the n inputs in the batch.
@@ -208,7 +210,7 @@ class ClassSums:
             # The engine's own logits decide the draw. If inputs influence each other it runs each
             # input alone, and these logits differ from those of the plain forward pass.
             sizes = _create_size_function(self.methods, self.head)
-            sample = SampledClasses(("drawn",), sizes, number, seed)
+            sample = SampledClasses(("drawn",), sizes=sizes, number=number, seed=seed)
             table = self._measure_norms(index, sample)
             # The classes that the engine has drawn: the same logits give the same draw.
             classes, chances = sample.draw(table.logits)
@@ -317,7 +319,8 @@ def layer_sums_by_few_classes(
         The names of the layers, and their sums.
     """
     sizes = _create_size_function([method], head)
-    sample = SampledClasses(("drawn",), sizes, FOR_LAYERS, request.settings.seed)
+    seed = request.settings.seed
+    sample = SampledClasses(("drawn",), sizes=sizes, number=FOR_LAYERS, seed=seed)
     table = layer_table([replace(request, directions=sample)], cache)
     # The classes that the engine has drawn: the same logits give the same draw.
     classes, chances = sample.draw(table.logits)

@@ -270,8 +270,9 @@ class Heat(Method):
         _ = context.logits
         model, batch = context.model, context.batch
         blocks = find_blocks(model, batch, context.model_context.settings.params, self.name)
-        last = without_head(blocks, context.head, model, batch)[-BLOCKS:]
-        return tuple(tuple(block) for block in last)
+        last_blocks = without_head(blocks, context.head, model, batch)[-BLOCKS:]
+        # Tuples, as the fields of the frozen `Unit` are immutable.
+        return tuple(tuple(block) for block in last_blocks)
 
 
 @dataclass(frozen=True)

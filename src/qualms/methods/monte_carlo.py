@@ -70,7 +70,7 @@ def information_over_draws(
 def draws_at_once(inputs: int, classes: int) -> int:
     """Compute how many draws to turn into log-probabilities at once.
 
-    Together they have at most 2¹⁹ numbers, unless a single draw has more.
+    Together they have at most `AT_ONCE` numbers, unless a single draw has more.
 
     Args:
         inputs: the number of inputs.

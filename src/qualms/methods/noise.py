@@ -87,9 +87,11 @@ def _fill_argument(name: str, t: Tensor, number: int, seed: int, method: str) ->
         # tokens of noise are to be read.
         is_padding_mask = "padding" in name
         return t.new_full(shape, not is_padding_mask)
+    # Token types: all tokens belong to the first segment.
     if "type" in name:
         return t.new_zeros(shape)
     if t.is_floating_point():
+        # The length of the name, so that most arguments get different numbers.
         return torch.randn(shape, generator=generator(seed, PURPOSE, len(name))).to(t)
     what = repr(name) if name else "a tuple's tensor of whole numbers"
     hint = "" if name else "pass a dict with names such as attention_mask, or "
