@@ -217,7 +217,7 @@ class PositionScorer:
                 table.scores[name] = value
                 table.errors[name] = error.to(dtype)
             if targets is not None and smooth is None and lam is None:
-                norm = sums.of_text()
+                norm = sums.text_norm()
                 sequence = torch.tensor(torch.nan if norm is None else norm, dtype=dtype)
                 table = replace(table, sequence=sequence)
         for name in self.methods:
@@ -266,7 +266,9 @@ class PositionScorer:
             smooth,
         )
         engine = PositionSketchEngine(context.cache)
-        plan = engine.plan(request, expected, lam, TangentSums.held(expected.shape, rows))
+        plan = engine.plan(
+            request, expected, lam, TangentSums.bytes_per_tangent(expected.shape, rows)
+        )
         for products in engine.run(plan, request):
             sums.add(products)
             del products  # before the next pass begins

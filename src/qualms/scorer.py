@@ -335,7 +335,7 @@ class Scorer:
                 self._gradient_methods(),
                 self._cache,
                 self._method_cache,
-                compares=self._positions is None and self._runs_exact_engine(),
+                compares_logits=self._positions is None and self._runs_exact_engine(),
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -64,9 +64,9 @@ def test_how_many_classes_a_pass_will_take_follows_the_tolerance() -> None:
         job = GradientRequest(
             nn.Identity(), logits, [0], Settings(tolerance=tolerance), Directions(("classes",))
         )
-        numbers = ClassSums(job, [REGrad(layers=0.3)], PlanCache(), None, lam=0.3).first_numbers(
-            logits
-        )
+        numbers = ClassSums(
+            job, [REGrad(layers=0.3)], PlanCache(), None, lam=0.3
+        ).choose_first_numbers(logits)
         return float(numbers.double().mean())
 
     assert needed(flat, 0.0) == needed(steep, 0.0) == CLASSES
