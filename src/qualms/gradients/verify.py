@@ -350,7 +350,7 @@ class _WithScaledCopy:
                 if usable:
                     first = usable[0]
                     self.copied_index = num_before + first
-                    # A clone, as whoever iterates may change the block in place.
+                    # A clone, as a view would keep the whole block in memory.
                     chosen = block[first].clone(), scales[first]
             num_before += len(block)
             yield block, scales

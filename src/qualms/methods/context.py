@@ -149,7 +149,7 @@ class ModelContext:
             "a pass that keeps its graph",
             run,
             ROWS_WITH_GRAPH,
-            factor=times,
+            safety_factor=times,
         )
         return work.rows_at_once(batch, num_samples(batch), self.settings, self.cache)
 
