@@ -120,7 +120,15 @@ def class_gradient_norms(
         assert torch.allclose(g.norms, slow.norms)
         ```
     """
-    settings = Settings(engine, layers, norm, params, budget, batch_size, seed)
+    settings = Settings(
+        engine=engine,
+        granularity=layers,
+        norm=norm,
+        params=params,
+        budget=budget,
+        batch_size=batch_size,
+        seed=seed,
+    )
     perturbation = Smoothing.of(smoothing)
     with preserve_state(model) as inner:
         batches = numbered_batches(x, inner)
@@ -204,14 +212,15 @@ def _table_of_batches(
         QualmsError: if norms or inner products overflow.
     """
     cache = PlanCache()
+    # A generator, as all batches together need not fit into memory.
     requests = (
         GradientRequest(
-            model,
-            batch,
-            range(first, first + num_samples(batch)),
-            settings,
-            directions,
-            smoothing,
+            model=model,
+            batch=batch,
+            numbers=range(first, first + num_samples(batch)),
+            settings=settings,
+            directions=directions,
+            smoothing=smoothing,
         )
         for first, batch in batches
     )

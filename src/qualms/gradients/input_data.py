@@ -83,7 +83,7 @@ def labeled_batches(
             "an iterable of batches, or a torch dataset."
         )
     is_empty = True
-    for batch in _iterate(x, argument):
+    for batch in _iterate_batches(x, argument):
         is_empty = False
         yield reader.read(batch)
     if is_empty:
@@ -113,7 +113,7 @@ def _require_arguments(model: nn.Module, number: int) -> None:
         ) from error
 
 
-def _iterate(x: Iterable[Any], argument: str) -> Iterator[Any]:
+def _iterate_batches(x: Iterable[Any], argument: str) -> Iterator[Any]:
     """Yield the items of `x`, with a clear error if a DataLoader cannot collate them into batches.
 
     Args:
@@ -161,9 +161,9 @@ class _BatchReader:
         Returns:
             The inputs, and the labels; None for labels unless there is one integer for each input.
         """
-        tensors = self.to_tensors(self._inputs(batch))
+        tensors = self.to_tensors(self._select_inputs(batch))
         inputs = validate_batch(tensors, self.argument)
-        return inputs, self._labels(batch, num_samples(inputs))
+        return inputs, self._select_labels(batch, num_samples(inputs))
 
     def collate(self, items: list[Any]) -> Any:
         """Stack the items of a dataset into one batch, as torch does, with NumPy arrays as tensors."""
@@ -193,7 +193,7 @@ class _BatchReader:
         t = torch.from_numpy(np.array(array, dtype=dtype))
         return t.to(self.float_dtype) if is_float else t
 
-    def _inputs(self, batch: Any) -> Any:
+    def _select_inputs(self, batch: Any) -> Any:
         """Select the inputs of an item of a data loader.
 
         Args:
@@ -213,7 +213,7 @@ class _BatchReader:
         # Loaders make lists of tuples; a `Batch` of several tensors is a tuple.
         return tuple(inputs) if isinstance(inputs, list) else inputs
 
-    def _labels(self, batch: Any, samples: int) -> Tensor | None:
+    def _select_labels(self, batch: Any, samples: int) -> Tensor | None:
         """Select the labels of an item of a data loader.
 
         Args:

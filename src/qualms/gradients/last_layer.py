@@ -132,15 +132,15 @@ class LastProduct:
         body = [factor.without_graph() for factor in self.body]
         return LastProduct(self.weight, None, layer_factors, body)
 
-    def pays(self, rows_per_sample: int) -> bool:
-        """Whether D + 2 backward passes via the features take fewer multiplications than C passes.
+    def is_cheaper(self, rows_per_sample: int) -> bool:
+        """Whether going via the features takes fewer multiplications than a pass for each class.
 
-        D is the number of features, C that of classes; the matrix K of inner products and the
-        coefficients x are explained at the top of the module. A pass from the logits takes C·D
-        multiplications for the last layer, and for the layers before it at least twice those of the
-        gradients (once for the cotangents, once for the gradients). A pass from the features saves
-        C·D. With m = D + 1 gradients, K takes m² for each number kept of a gradient, and xᵀ K x
-        takes m² for each class.
+        With D features and C classes it takes D + 2 backward passes instead of C. A pass from the
+        logits takes C·D multiplications for the last layer, and for the layers before it at least
+        twice those of the gradients (once for the cotangents, once for the gradients); a pass from
+        the features saves C·D. The gradient of each class is a combination of m = D + 1 kept ones,
+        so its squared norm is xᵀ K x, with K [m, m] their inner products and x [m] coefficients: K
+        takes m² multiplications for each number kept of a gradient, and xᵀ K x m² for each class.
 
         Args:
             rows_per_sample: the number of rows of a sample.
@@ -155,8 +155,8 @@ class LastProduct:
         cost_via_features = (m + 1) * body_cost + m * m * num_kept
         return cost_via_features < num_classes * (body_cost + num_classes * num_features)
 
-    def numbers_held(self, rows_per_sample: int) -> int:
-        """Count the numbers that `measure_via_last_layer` keeps in memory for one sample.
+    def count_numbers_held(self, rows_per_sample: int) -> int:
+        """Count the numbers that are held in memory for a sample to go via the last layer's features.
 
         The gradient factors must have been traced on a single row.
 
@@ -407,7 +407,7 @@ def _body_squares(
     while gradients:
         name, of_parameter = gradients.popitem()
         if of_parameter.kept:
-            squares[name] = of_parameter.squares(x, predicted)
+            squares[name] = of_parameter.squared_norms(x, predicted)
     return squares
 
 
@@ -452,7 +452,7 @@ class FeatureGradients:
         else:
             self.kept.append(self.factor.gradient.write(deltas).flatten(1)[:, None])
 
-    def squares(
+    def squared_norms(
         self,
         x: Float[Tensor, "b c m"],
         predicted: Int[Tensor, " b"],

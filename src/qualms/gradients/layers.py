@@ -33,16 +33,16 @@ def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
     Raises:
         QualmsError: if nothing is selected, or a complex parameter is.
     """
-    named: dict[str, Tensor] = {}
+    candidates: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         if p.is_floating_point() or p.is_complex():
-            named[name] = p
+            candidates[name] = p
     if params is None:
-        chosen = named
+        chosen = candidates
     elif callable(params):
-        chosen = {name: p for name, p in named.items() if params(name)}
+        chosen = {name: p for name, p in candidates.items() if params(name)}
     elif isinstance(params, str):
-        chosen = {name: p for name, p in named.items() if fnmatchcase(name, params)}
+        chosen = {name: p for name, p in candidates.items() if fnmatchcase(name, params)}
     else:
         raise QualmsError(
             f"params is a {type(params).__name__}; pass a pattern such as 'layer4.*', or a "
@@ -54,10 +54,10 @@ def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
                 f"the parameter {name} is complex, which is not supported; exclude it with "
                 "`params`."
             )
-    if not named:
+    if not candidates:
         raise QualmsError("the model has no parameters, so there are no gradients to compute.")
     if not chosen:
-        some = ", ".join(list(named)[:3])
+        some = ", ".join(list(candidates)[:3])
         raise QualmsError(f"no parameter matches params={params!r}; names look like {some}.")
     return chosen
 

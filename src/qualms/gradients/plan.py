@@ -167,7 +167,7 @@ class Plan(ModelProfile):
         last, rows_per_sample = self.last_product, request.rows_per_sample
         if last is None or request.kind != "l2" or "classes" not in directions:
             return False
-        if not last.pays(rows_per_sample):
+        if not last.is_cheaper(rows_per_sample):
             return False
         work = Workload(rows_per_sample, "l2", self.classes, via_last_layer=True)
         rows_at_once = self._samples_within(request.budget, work) * rows_per_sample
@@ -257,7 +257,7 @@ class Plan(ModelProfile):
         results = directions * (directions if is_gram else 1)
         total += 2 * DOUBLE * results * len(self.weights.leaves)
         if work.via_last_layer and self.last_product is not None:
-            total += self.itemsize * self.last_product.numbers_held(rows)
+            total += self.itemsize * self.last_product.count_numbers_held(rows)
         return total
 
 

@@ -25,7 +25,7 @@ MAX_CONVERTED = 2**20
 MIN_COARSE_ROWS = 4
 
 
-class Narrowest(CallMode):
+class CoarsestCast(CallMode):
     """A function mode that records the coarsest float type that a forward pass casts to.
 
     Numbers are only as precise as the coarsest type that they have been cast to. Every operation
@@ -57,7 +57,7 @@ class Narrowest(CallMode):
                 self.cast_to = coarser(t.dtype, self.cast_to or t.dtype)
         return result
 
-    def of(self, logits: Tensor) -> torch.dtype:
+    def precision_of(self, logits: Tensor) -> torch.dtype:
         """Return the coarsest float type of a pass: among its casts and that of its logits."""
         return coarser(logits.dtype, self.cast_to or logits.dtype)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError, reason
 from qualms.gradients.isolation import all_parameters_differentiable, interrupts
 from qualms.gradients.model_input import ModelInput, forward_logits, in_channels_last
-from qualms.gradients.precision import Narrowest, at_least_float32, close_logits
+from qualms.gradients.precision import CoarsestCast, at_least_float32, close_logits
 
 NO_PATH = (
     "the logits do not depend differentiably on any parameter; "
@@ -83,9 +83,9 @@ def check_repeatable(
     Raises:
         QualmsError: if the logits differ by more than rounding.
     """
-    casts = Narrowest()
+    casts = CoarsestCast()
     second_logits = forward_logits(model, row, casts)
-    precision = casts.of(logits)
+    precision = casts.precision_of(logits)
     if not close_logits(second_logits, logits, precision):
         raise QualmsError(
             "the model is random in evaluation mode: the same input gave two different outputs; "

@@ -233,7 +233,7 @@ class Separation:
         row_scales = self.scales.repeat_interleave(rows_per_sample)
         return cotangent * row_scales[:, None].to(cotangent)
 
-    def require(
+    def require_scaled(
         self,
         plain: dict[str, Float[Tensor, " b"]],
         scaled: dict[str, Float[Tensor, " b"]],
@@ -274,7 +274,7 @@ def require_separate_gradients(pullback: Pullback, precision: torch.dtype) -> No
     norms = measure(pullback, torch.stack([noise, separation.scale(noise)]), "l2")
     plain = _norms_along(norms, 0)
     scaled = _norms_along(norms, 1)
-    separation.require(plain, scaled)
+    separation.require_scaled(plain, scaled)
 
 
 def measure_separate(
@@ -310,7 +310,7 @@ def measure_separate(
     else:
         plain = _norms_along(norms, with_copy.copied_index)
         scaled = _norms_along(norms, -1)
-        separation.require(plain, scaled)
+        separation.require_scaled(plain, scaled)
     return {name: of_name[:, :num_directions] for name, of_name in norms.items()}
 
 

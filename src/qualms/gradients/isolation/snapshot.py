@@ -35,7 +35,7 @@ class ModuleContainers:
 
     Attributes:
         dicts: each module's `__dict__`, its dictionaries of parameters and buffers unless they are
-            empty, and the dictionaries among the attributes of its class.
+            empty, and the dictionaries among the attributes that not every module has.
         others: the lists, sets and deques among the attributes.
         tensors: the tensors among the attributes that are neither parameters nor buffers.
     """
