@@ -76,7 +76,7 @@ def sum_of_others(parts: Float[Tensor, "*n c"]) -> Float[Tensor, "*n c"]:
     return others.scatter(-1, largest, without_largest)
 
 
-def logits(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
+def logit_directions(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
     """Build e_c, the gradient of the logit z_c with respect to the logits, for several classes c.
 
     Args:
@@ -107,7 +107,7 @@ def uniform(logits: Logits) -> Float[Tensor, "1 b r c"]:
     return direction[None]
 
 
-def expectation(logits: Logits) -> Float[Tensor, "1 b r c"]:
+def expected_direction(logits: Logits) -> Float[Tensor, "1 b r c"]:
     """Compute Σ_c p0_c (e_c - p) = p0 - p, the mean of the gradients of log p_c, weighted by p0.
 
     p are the probabilities of each row (a sample or one of its perturbed copies), p0 those of the
@@ -129,7 +129,7 @@ def expectation(logits: Logits) -> Float[Tensor, "1 b r c"]:
     return direction[None]
 
 
-def confounding(logits: Logits) -> Float[Tensor, "1 b r c"]:
+def confounding_direction(logits: Logits) -> Float[Tensor, "1 b r c"]:
     """Compute -σ(-z_c)/C, the gradient of the binary cross-entropy (1/C) Σ_c -log σ(z_c).
 
     z are the logits [b, r, c] of C classes, whose labels are all 1 (confounding labels). The result
@@ -139,7 +139,7 @@ def confounding(logits: Logits) -> Float[Tensor, "1 b r c"]:
     return direction[None]
 
 
-def contrasts(
+def contrast_directions(
     logits: Logits,
     some: slice = slice(None),
 ) -> Float[Tensor, "m b r c"]:
@@ -183,11 +183,11 @@ def _zero_sum_basis(num_classes: int, num_vectors: int) -> Float[Tensor, "m c"]:
 # The functions above by the names that `Directions.names` accepts.
 DIRECTIONS: dict[str, Callable[..., Tensor]] = {
     "classes": classes,
-    "logits": logits,
+    "logits": logit_directions,
     "uniform": uniform,
-    "expected": expectation,
-    "confounding": confounding,
-    "contrasts": contrasts,
+    "expected": expected_direction,
+    "confounding": confounding_direction,
+    "contrasts": contrast_directions,
 }
 # Names of sets with one direction for each class.
 PER_CLASS = ("classes", "logits")

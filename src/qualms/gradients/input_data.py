@@ -64,7 +64,7 @@ def labeled_batches(
     Raises:
         QualmsError: if `x` is none of these, is empty, or has values that are NaN or infinite.
     """
-    reader = _BatchReader(argument, _float_dtype(model))
+    reader = _BatchReader(argument, _float_dtype_of(model))
     # A dict, or an object like one (of a tokenizer, say), is a single batch.
     if hasattr(x, "keys"):
         yield reader.read(x)
@@ -93,7 +93,7 @@ def labeled_batches(
         )
 
 
-def _float_dtype(model: nn.Module) -> torch.dtype:
+def _float_dtype_of(model: nn.Module) -> torch.dtype:
     """Return the dtype of the model's first float parameter; float32 if it has none."""
     for p in model.parameters():
         if p.is_floating_point():
@@ -226,7 +226,7 @@ class _BatchReader:
         Raises:
             QualmsError: if the argument is `train` and there are more or fewer labels than inputs.
         """
-        labels = _label_tensor(_raw_labels(batch))
+        labels = _to_label_tensor(_find_labels(batch))
         if labels is None:
             return None
         if self.argument == "train" and labels.ndim == 1 and len(labels) != samples:
@@ -239,7 +239,7 @@ class _BatchReader:
         return labels.detach().long().reshape(samples)
 
 
-def _raw_labels(batch: Any) -> Any:
+def _find_labels(batch: Any) -> Any:
     """Select the labels of an item of a data loader as they are; None if there are none."""
     if hasattr(batch, "keys"):
         return next((batch[key] for key in LABEL_KEYS if key in batch), None)
@@ -248,7 +248,7 @@ def _raw_labels(batch: Any) -> Any:
     return None
 
 
-def _label_tensor(labels: Any) -> Tensor | None:
+def _to_label_tensor(labels: Any) -> Tensor | None:
     """Convert labels to a tensor of integers; None if they are anything else."""
     if isinstance(labels, (list, tuple)) and all(isinstance(label, Integral) for label in labels):
         return torch.tensor([int(label) for label in labels])

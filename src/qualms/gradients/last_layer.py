@@ -111,7 +111,7 @@ class LastProduct:
         # `single` lacks a parameter that is also used elsewhere, or computed from others.
         if not {id(f) for f in layer_factors} <= {id(f) for f in pullback.single.values()}:
             return None
-        matrix = _weight_matrix(product, num_classes, layer_factors, is_first=not body)
+        matrix = _find_weight_matrix(product, num_classes, layer_factors, is_first=not body)
         if matrix is None or len(matrix) != num_classes:
             return None
         # A bias of another size is broadcast over the classes.
@@ -151,7 +151,7 @@ class LastProduct:
         num_kept = 0
         for factor in self.body:
             body_cost += 2 * count_multiplications(factor, rows_per_sample, m)
-            num_kept += _count_kept(factor, rows_per_sample, m) + num_classes
+            num_kept += _count_kept_numbers(factor, rows_per_sample, m) + num_classes
         cost_via_features = (m + 1) * body_cost + m * m * num_kept
         return cost_via_features < num_classes * (body_cost + num_classes * num_features)
 
@@ -169,7 +169,7 @@ class LastProduct:
         in_last_layer = 16 * rows_per_sample * num_classes
         if not self.body:
             return in_last_layer
-        kept = [_count_kept(factor, rows_per_sample, m) for factor in self.body]
+        kept = [_count_kept_numbers(factor, rows_per_sample, m) for factor in self.body]
         # The largest parameter's gradients are copied twice while their inner products K are
         # computed; the coefficients x, x K and x² exist for every class.
         return in_last_layer + m * (sum(kept) + 2 * max(kept) + 3 * num_classes)
@@ -192,7 +192,7 @@ def _skip_views(node: Any) -> tuple[Any, set[Any]]:
     return node, passed_nodes
 
 
-def _weight_matrix(
+def _find_weight_matrix(
     node: Any,
     classes: int,
     layer_factors: list[GradFactor],
@@ -217,7 +217,7 @@ def _weight_matrix(
     return largest_target.detach().reshape(classes, -1)
 
 
-def _count_kept(factor: GradFactor, rows_per_sample: int, cotangents: int) -> int:
+def _count_kept_numbers(factor: GradFactor, rows_per_sample: int, cotangents: int) -> int:
     """Count the numbers that are kept of one sample's gradient: its factor δ, or all entries.
 
     A weight's gradient is Σ_i δ_i a_iᵀ over positions i, with cotangents δ_i and activations a_i.
@@ -294,9 +294,9 @@ def measure_via_last_layer(
     squares: dict[str, Tensor] = {}
     if last.body:
         body_pullback = replace(pullback, factors=last.body)
-        squares = _body_squares(body_pullback, direct[:1], predicted, last)
+        squares = _squared_norms_of_body(body_pullback, direct[:1], predicted, last)
     for factor in last.layer_factors:
-        squares[pullback.weights.names[id(factor.target)]] = _layer_squares(z, factor)
+        squares[pullback.weights.names[id(factor.target)]] = _squared_norms_of_layer(z, factor)
     norms_by_name: dict[str, Tensor] = {}
     for name, of_direct in direct_norms.items():
         # `pop` frees the squares of each parameter once they are used.
@@ -313,7 +313,7 @@ def measure_via_last_layer(
     return norms_by_name
 
 
-def _layer_squares(
+def _squared_norms_of_layer(
     z: Float[Tensor, "b r c"],
     factor: GradFactor,
 ) -> Float[Tensor, "b c"]:
@@ -349,7 +349,7 @@ def _squared_row_norms(
     return torch.cat(squares, dim=1)
 
 
-def _body_squares(
+def _squared_norms_of_body(
     pullback: Pullback,
     toward_predicted: Float[Tensor, "1 rows c"],
     predicted: Int[Tensor, " b"],

@@ -234,7 +234,7 @@ def _measure_norms(
     for block, scales in cotangents.blocks():
         start = index
         for cotangent in block.to(pullback.logits.dtype):
-            sizes = _measure_one(pullback, cotangent, kind, num_directions)
+            sizes = _measure_direction(pullback, cotangent, kind, num_directions)
             # The first direction shows which parameters the logits depend on.
             if norms is None:
                 names = list(sizes)
@@ -256,7 +256,7 @@ def _measure_norms(
     return {name: norms[:, i].T for i, name in enumerate(names)}
 
 
-def _measure_one(
+def _measure_direction(
     pullback: Pullback,
     cotangent: Tensor,
     kind: Kind,
@@ -279,13 +279,13 @@ def _measure_one(
         deltas = pullback.cotangents_of(factor, edge_cotangents)
         if deltas is not None:
             with error_note(f"the gradient of {name}"):
-                sizes[name] = _size_of_factor(factor, deltas, kind, directions)
+                sizes[name] = _sum_of_powers_from_factor(factor, deltas, kind, directions)
     for name, gradient in pullback.sum_shared(edge_cotangents).items():
-        sizes[name] = size_of(gradient, kind)
+        sizes[name] = sum_of_powers(gradient, kind)
     return sizes
 
 
-def _size_of_factor(
+def _sum_of_powers_from_factor(
     factor: GradFactor,
     deltas: list[Tensor | None],
     kind: Kind,
@@ -306,11 +306,11 @@ def _size_of_factor(
         return gradient.squared_norm(deltas, directions)
     if isinstance(gradient, Outer) and gradient.sizes.positions == 1:
         return gradient.l1_norm(deltas)
-    return size_of(gradient.write(deltas), kind)
+    return sum_of_powers(gradient.write(deltas), kind)
 
 
-def size_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
-    """Compute Σ|g| (`l1`) or Σg² (`l2`) of each sample's gradient, without copying the gradient."""
+def sum_of_powers(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
+    """Compute the sum over |g| (`l1`) or g² (`l2`) of each sample's gradient g, without a copy of g."""
     flat = _flatten(gradient)
     if kind == "l1":
         return torch.linalg.vector_norm(flat, 1, dim=1)
@@ -319,8 +319,8 @@ def size_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]
 
 def norm_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
     """Compute Σ|g| (`l1`) or ‖g‖ (`l2`) of each sample's gradient."""
-    size = size_of(gradient, kind)
-    return size if kind == "l1" else size.sqrt()
+    power_sum = sum_of_powers(gradient, kind)
+    return power_sum if kind == "l1" else power_sum.sqrt()
 
 
 # Inner products, of all directions together.
@@ -358,7 +358,7 @@ def _measure_inner_products(
             products_by_name[name] = products * pair_scales
     shared = [pullback.sum_shared(of_direction) for of_direction in edge_cotangents]
     for name in shared[0]:
-        products = _inner_products([gradients[name] for gradients in shared])
+        products = _inner_products_of_list([gradients[name] for gradients in shared])
         products_by_name[name] = products * pair_scales
     return products_by_name
 
@@ -387,10 +387,12 @@ def _inner_products_of_factor(
         return None
     if isinstance(factor.gradient, Outer):
         return factor.gradient.inner_products_along(deltas_of_directions)
-    return _inner_products([factor.gradient.write(deltas) for deltas in deltas_of_directions])
+    return _inner_products_of_list(
+        [factor.gradient.write(deltas) for deltas in deltas_of_directions]
+    )
 
 
-def _inner_products(gradients: list[Tensor]) -> Float[Tensor, "b m m"]:
+def _inner_products_of_list(gradients: list[Tensor]) -> Float[Tensor, "b m m"]:
     """Compute each sample's inner products of m gradients, given as m tensors [b, …]."""
     return inner_products(torch.stack([_flatten(gradient) for gradient in gradients], dim=1))
 

@@ -97,7 +97,7 @@ class SampleAlone:
             positions: the number of positions at which the model returned logits.
         """
         if self.kept is not None and positions != len(self.kept):
-            raise _mismatch(str(positions), len(self.kept))
+            raise _mismatch_error(str(positions), len(self.kept))
 
     def put_back(self, values: Tensor, missing: float) -> Tensor:
         """Write the values of t tokens to their positions in the padded sample.
@@ -134,7 +134,7 @@ class SampleAlone:
         return int(matches[0]) if len(matches) else None
 
 
-def _mismatch(positions: str, tokens: int) -> QualmsError:
+def _mismatch_error(positions: str, tokens: int) -> QualmsError:
     """Make the error for a model whose positions do not match the tokens of the attention mask.
 
     Args:
@@ -166,7 +166,7 @@ def live_positions(
     if mask is None or mask.ndim != 2 or bool(mask.bool().all()):
         return None
     if tuple(mask.shape[1:]) != shape:
-        raise _mismatch(" x ".join(map(str, shape)), mask.shape[1])
+        raise _mismatch_error(" x ".join(map(str, shape)), mask.shape[1])
     return mask.bool()
 
 

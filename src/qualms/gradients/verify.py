@@ -150,7 +150,7 @@ def require_same_across_batches(
     elsewhere: Float[Tensor, "rows c"],
     precision: torch.dtype,
 ) -> None:
-    """Raise `NotBatchable` if the logits of rows differ from those that they have in other batches.
+    """Raise `NotBatchable` if rows have other logits in this batch than they have in other batches.
 
     Args:
         logits: the logits of the rows in this batch.
@@ -169,7 +169,7 @@ def require_same_alone(
     every: bool,
     precision: torch.dtype,
 ) -> None:
-    """Raise `NotBatchable` if the logits of rows differ from those of the rows run alone.
+    """Raise `NotBatchable` if rows have other logits in this batch than when each runs alone.
 
     A model that branches on values of tensors, or computes something from all rows at once, such as
     the length of the longest text, may compute other logits for a batch than for each row alone.

@@ -112,7 +112,7 @@ def preserve_state(model: object) -> Iterator[nn.Module]:
         default_device = None if has_cpu_default else device
         with _set_process_state(inner, device):
             fingerprint = model_fingerprint(inner)
-            with _isolated_modules(inner, fingerprint, default_device):
+            with _isolate_modules(inner, fingerprint, default_device):
                 yield inner
             _require_same_weights(inner, fingerprint)
 
@@ -151,7 +151,7 @@ def _has_compiler(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _isolated_modules(
+def _isolate_modules(
     model: nn.Module,
     fingerprint: ModelFingerprint,
     device: torch.device | None,
@@ -170,19 +170,19 @@ def _isolated_modules(
     containers = ModuleContainers(modules)
     # These modules may do anything when their mode is switched.
     switching = [m for m in modules if _overrides_mode_switch(m)]
-    tensors = [*containers.tensors, *model.buffers(), *_written_parameters(modules, switching)]
+    tensors = [*containers.tensors, *model.buffers(), *_find_written_parameters(modules, switching)]
     with ExitStack() as stack:
         stack.callback(restore_tensors, copy_tensors(tensors))
         stack.callback(restore_contents, containers.copy_all())
-        stack.enter_context(_evaluation_mode(model, modules, call_methods=bool(switching)))
+        stack.enter_context(_set_evaluation_mode(model, modules, call_methods=bool(switching)))
         # An overridden `train` or `eval` may have replaced a module's containers.
         if switching:
             containers = ModuleContainers(modules)
-        stack.enter_context(_register(model, _Guard(fingerprint, containers, device)))
+        stack.enter_context(_register_guard(model, _Guard(fingerprint, containers, device)))
         yield
 
 
-def _written_parameters(
+def _find_written_parameters(
     modules: Sequence[nn.Module], switching: Sequence[nn.Module]
 ) -> list[Tensor]:
     """List the parameters that modules may write to, in a forward pass or a switch of modes.
@@ -229,7 +229,7 @@ def entry_fingerprint(model: nn.Module) -> ModelFingerprint:
 
 
 @contextmanager
-def _register(model: nn.Module, guard: _Guard) -> Iterator[None]:
+def _register_guard(model: nn.Module, guard: _Guard) -> Iterator[None]:
     """Add a model's guard to `_guards`; on exit it is removed, or replaced by one from before."""
     # The model may be inside another `preserve_state` block already.
     outer = _guards.get(id(model))
@@ -243,7 +243,7 @@ def _register(model: nn.Module, guard: _Guard) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluation_mode(
+def _set_evaluation_mode(
     model: nn.Module, modules: Sequence[nn.Module], call_methods: bool
 ) -> Iterator[None]:
     """Put all modules into evaluation mode; on exit each is back in the mode that it had.

@@ -21,7 +21,7 @@ SignalHandler = Callable[[int, FrameType | None], Any]
 
 # The time at which a Ctrl-C was recorded; None if none is pending.
 _pending_since: float | None = None
-# The signal handler that `_record` replaces.
+# The signal handler that `_record_interrupt` replaces.
 _handler_before: SignalHandler = signal.default_int_handler
 
 
@@ -35,17 +35,17 @@ def defer_interrupts() -> Iterator[None]:
     global _pending_since, _handler_before
     handler = signal.getsignal(signal.SIGINT)
     # Signals that are ignored, or handled outside Python, have no handler to call later.
-    if not _in_main_thread() or not callable(handler) or handler is _record:
+    if not _in_main_thread() or not callable(handler) or handler is _record_interrupt:
         yield
         return
     _pending_since = None
     _handler_before = handler
     try:
-        signal.signal(signal.SIGINT, _record)
+        signal.signal(signal.SIGINT, _record_interrupt)
         yield
     finally:
         # Code inside the block may have installed another handler, which is kept.
-        if signal.getsignal(signal.SIGINT) is _record:
+        if signal.getsignal(signal.SIGINT) is _record_interrupt:
             signal.signal(signal.SIGINT, handler)
         deliver()
 
@@ -63,7 +63,7 @@ def deliver() -> None:
     _handler_before(signal.SIGINT, None)
 
 
-def _record(signum: int, frame: FrameType | None) -> None:
+def _record_interrupt(signum: int, frame: FrameType | None) -> None:
     """Record a Ctrl-C for `deliver`; this is the signal handler inside `defer_interrupts`.
 
     If an earlier one has been pending for more than PATIENCE seconds, it is delivered at once.

@@ -101,7 +101,7 @@ def copy_tensors(tensors: Iterable[Tensor]) -> list[TensorCopy]:
     """Copy the values of tensors, without those on the meta device, which have none."""
     # The same object may be in the list several times.
     distinct = {id(t): t for t in tensors if not t.is_meta}
-    return [TensorCopy(t, _version(t), t.detach().clone()) for t in distinct.values()]
+    return [TensorCopy(t, _version_counter(t), t.detach().clone()) for t in distinct.values()]
 
 
 @torch.no_grad()
@@ -111,20 +111,20 @@ def restore_tensors(copies: Iterable[TensorCopy]) -> None:
     Values are compared, not version counters, which a write to `.data` does not change.
     """
     for copy in copies:
-        if _differs(copy):
+        if _has_changed(copy):
             copy.tensor.copy_(copy.value)
 
 
-def _differs(copy: TensorCopy) -> bool:
+def _has_changed(copy: TensorCopy) -> bool:
     """Whether a tensor has changed since it was copied."""
     t, version, value = copy
     # `torch.equal` does not compare sparse tensors.
     if t.layout == torch.strided:
         return not torch.equal(t, value)
-    return _version(t) != version
+    return _version_counter(t) != version
 
 
-def _version(t: Tensor) -> int:
+def _version_counter(t: Tensor) -> int:
     """Return torch's count of writes to a tensor; 0 for inference tensors, which have none."""
     return 0 if t.is_inference() else t._version
 
