@@ -84,17 +84,17 @@ def strided_groups(
     return indices
 
 
-def restore_order(parts: list[Tensor], groups: list[list[int]]) -> Tensor:
+def restore_order(results: list[Tensor], groups: list[list[int]]) -> Tensor:
     """Concatenate the results of groups of samples, in the order of the samples.
 
     Args:
-        parts: the result of each group; the first axis counts its samples.
+        results: the result of each group; the first axis counts its samples.
         groups: the indices of the samples in each group, from `strided_groups`.
     """
     sample_indices = torch.tensor([i for group in groups for i in group])
-    group_after_group = torch.cat(parts)
-    order = sample_indices.argsort().to(group_after_group.device)
-    return group_after_group[order]
+    in_groups = torch.cat(results)
+    order = sample_indices.argsort().to(in_groups.device)
+    return in_groups[order]
 
 
 def shapes_of(batch: Batch) -> tuple[Hashable, ...]:

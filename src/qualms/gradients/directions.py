@@ -61,19 +61,19 @@ def of_class(logits: Logits, chosen: Int[Tensor, " b"]) -> Float[Tensor, "1 b r 
     # 1 - p_c as the sum of the other probabilities, which does not cancel when p_c is nearly 1.
     one_minus_p = sum_of_others(p).gather(-1, class_indices)
     direction = (-p).scatter(-1, class_indices, one_minus_p)
-    return direction[None]
+    return direction.unsqueeze(0)
 
 
-def sum_of_others(parts: Float[Tensor, "*n c"]) -> Float[Tensor, "*n c"]:
-    """Compute for each class c the sum over all other classes, Σ_{k≠c} parts_k, with parts ≥ 0.
+def sum_of_others(terms: Float[Tensor, "*n c"]) -> Float[Tensor, "*n c"]:
+    """Compute for each class c the sum over all other classes, Σ_{k≠c} terms_k, with terms ≥ 0.
 
-    It is the total minus parts_c. For the largest part this would cancel, so the others are added
-    up instead.
+    It is the total minus terms_c. For the largest term this would cancel, so the other terms are
+    added up instead.
     """
-    largest = parts.argmax(-1, keepdim=True)
-    without_largest = parts.scatter(-1, largest, 0).sum(-1, keepdim=True)
-    others = without_largest + parts.gather(-1, largest) - parts
-    return others.scatter(-1, largest, without_largest)
+    largest = terms.argmax(-1, keepdim=True)
+    without_largest = terms.scatter(-1, largest, 0).sum(-1, keepdim=True)
+    sums = without_largest + terms.gather(-1, largest) - terms
+    return sums.scatter(-1, largest, without_largest)
 
 
 def logit_directions(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
@@ -104,7 +104,7 @@ def uniform(logits: Logits) -> Float[Tensor, "1 b r c"]:
     u = (z - z.amax(-1, keepdim=True)).expm1()
     total = (u + 1).sum(-1, keepdim=True)
     direction = (u.mean(-1, keepdim=True) - u) / total
-    return direction[None]
+    return direction.unsqueeze(0)
 
 
 def expected_direction(logits: Logits) -> Float[Tensor, "1 b r c"]:
@@ -126,7 +126,7 @@ def expected_direction(logits: Logits) -> Float[Tensor, "1 b r c"]:
     # Near 1, p0 - p = (1 - p) - (1 - p0) keeps more digits.
     near_one = p + p0 > 1
     direction = torch.where(near_one, sum_of_others(p) - sum_of_others(p0), p0 - p)
-    return direction[None]
+    return direction.unsqueeze(0)
 
 
 def confounding_direction(logits: Logits) -> Float[Tensor, "1 b r c"]:
@@ -136,7 +136,7 @@ def confounding_direction(logits: Logits) -> Float[Tensor, "1 b r c"]:
     is one direction [1, b, r, c].
     """
     direction = -torch.sigmoid(-logits.double()) / logits.shape[-1]
-    return direction[None]
+    return direction.unsqueeze(0)
 
 
 def contrast_directions(

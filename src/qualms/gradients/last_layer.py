@@ -130,7 +130,7 @@ class LastProduct:
         """
         layer_factors = [factor.without_graph() for factor in self.layer_factors]
         body = [factor.without_graph() for factor in self.body]
-        return LastProduct(self.weight, None, layer_factors, body)
+        return LastProduct(self.weight, features=None, layer_factors=layer_factors, body=body)
 
     def is_cheaper(self, rows_per_sample: int) -> bool:
         """Whether going via the features takes fewer multiplications than a pass for each class.
@@ -308,7 +308,7 @@ def measure_via_last_layer(
                 norms_of_sets.append(class_norms)
             else:
                 index = 1 + other_sets.index(set_name)
-                norms_of_sets.append(of_direct[:, index, None])
+                norms_of_sets.append(of_direct[:, index].unsqueeze(1))
         norms_by_name[name] = torch.cat(norms_of_sets, dim=1)
     return norms_by_name
 
@@ -502,7 +502,8 @@ class FeatureGradients:
         Args:
             of_group: the condition for the g groups (of a grouped convolution, say) of b samples.
         """
-        return of_group.unflatten(0, (self.samples, -1)).any(1)[:, None]
+        by_sample = of_group.unflatten(0, (self.samples, -1))
+        return by_sample.any(1, keepdim=True)
 
     def _squares_of_sums(
         self,

@@ -254,9 +254,9 @@ class PassMemory:
     ) -> int:
         """Return how many rows to run at once: as many as fit the budget.
 
-        The memory of a row is measured on the first one. This is left out if the user set no budget,
-        and there is a single row or inputs are so small that results thousands of times their size
-        would fit. The user's batch size, if any, is the upper limit instead of `max_rows`.
+        The memory of a row is measured on the first one. Without a budget by the user it is not
+        measured if there is a single row, or if inputs are so small that results thousands of times
+        their size would fit. The user's batch size, if any, is the upper limit instead of `max_rows`.
 
         Args:
             batch: rows of the same shape.

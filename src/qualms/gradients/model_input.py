@@ -101,11 +101,11 @@ def make_model_input(
         return torch.cat([smoothing.noise(shape, number, seed) for number in numbers])
 
     # The main input is the first tensor.
-    x, *others = [t.repeat_interleave(rows_per_sample, dim=0) for t in batch_tensors(batch)]
+    x, *other_inputs = [t.repeat_interleave(rows_per_sample, dim=0) for t in batch_tensors(batch)]
     if not x.is_floating_point():
-        return ModelInput(with_tensors(batch, [x, *others]), rows_per_sample, draw_noise)
+        return ModelInput(with_tensors(batch, [x, *other_inputs]), rows_per_sample, draw_noise)
     perturbed = x + draw_noise(tuple(x.shape[1:])).to(x)
-    return ModelInput(with_tensors(batch, [perturbed, *others]), rows_per_sample)
+    return ModelInput(with_tensors(batch, [perturbed, *other_inputs]), rows_per_sample)
 
 
 def perturbed_in_parts(
@@ -132,7 +132,7 @@ def perturbed_in_parts(
     if num_samples(batch) > 1 or rows <= size:
         yield make_model_input(batch, smoothing, numbers, seed)
         return
-    x, *others = batch_tensors(batch)
+    x, *other_inputs = batch_tensors(batch)
     # Token ids are only repeated, which takes little memory, so all rows are made and sliced.
     if not x.is_floating_point():
         all_rows = make_model_input(batch, smoothing, numbers, seed)
@@ -141,7 +141,7 @@ def perturbed_in_parts(
         return
     # Floats are perturbed part by part.
     for noise in smoothing.noise(tuple(x.shape[1:]), numbers[0], seed).split(size):
-        repeated = [t.repeat_interleave(len(noise), dim=0) for t in others]
+        repeated = [t.repeat_interleave(len(noise), dim=0) for t in other_inputs]
         yield ModelInput(with_tensors(batch, [x + noise.to(x), *repeated]))
 
 
@@ -157,9 +157,9 @@ def wants_channels_last(model_input: ModelInput) -> bool:
 
 def in_channels_last(model_input: ModelInput) -> ModelInput:
     """Convert the rows to channels-last, the memory format in which convolutions are fastest."""
-    first, *others = batch_tensors(model_input.batch)
-    first = first.contiguous(memory_format=torch.channels_last)
-    return replace(model_input, batch=with_tensors(model_input.batch, [first, *others]))
+    main_input, *other_inputs = batch_tensors(model_input.batch)
+    main_input = main_input.contiguous(memory_format=torch.channels_last)
+    return replace(model_input, batch=with_tensors(model_input.batch, [main_input, *other_inputs]))
 
 
 def forward_logits(

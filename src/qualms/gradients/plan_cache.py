@@ -47,7 +47,7 @@ class PlanCache:
     def keep(self, key: Key, value: object) -> None:
         """Cache a value; if there are too many of its kind, drop the least recently used of them."""
         self.found.pop(key, None)
-        keys_of_kind = [other for other in self.found if other[0] == key[0]]
+        keys_of_kind = [cached for cached in self.found if cached[0] == key[0]]
         num_excess = max(0, len(keys_of_kind) + 1 - MAX_PER_KIND)
         # The least recently used come first.
         for excess_key in keys_of_kind[:num_excess]:

@@ -91,7 +91,7 @@ class SampleAlone:
         return cls(sample, kept, length)
 
     def require_fit(self, positions: int) -> None:
-        """Raise an error if padding was cut off and the model has not one output for each token.
+        """Raise an error unless the model returned logits for each token, if padding was cut off.
 
         Args:
             positions: the number of positions at which the model returned logits.

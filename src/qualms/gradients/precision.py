@@ -155,21 +155,21 @@ def same_values(have: Tensor, want: Tensor) -> bool:
 
 
 def same_norms(
-    found: dict[str, Tensor],
+    norms: dict[str, Tensor],
     expected: dict[str, float],
     dtype: torch.dtype,
 ) -> bool:
     """Whether the norms of all parameters along one direction are those of plain autograd.
 
     Args:
-        found: the norms to check, by the parameter's name; a missing norm counts as zero.
+        norms: the norms to check, by the parameter's name; a missing norm counts as zero.
         expected: the norms by plain autograd, by the parameter's name.
         dtype: the coarsest float type that the forward pass casts to.
     """
     total = math.hypot(*expected.values())
     tolerance = tolerance_of(dtype)
-    for name in found.keys() | expected.keys():
-        have = float(found[name]) if name in found else 0.0
+    for name in norms.keys() | expected.keys():
+        have = float(norms[name]) if name in norms else 0.0
         want = expected.get(name, 0.0)
         # The second term allows rounding errors in norms that should be zero.
         if abs(have - want) > tolerance * max(have, want) + tolerance * 1e-2 * total:

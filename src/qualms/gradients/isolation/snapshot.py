@@ -36,7 +36,7 @@ class ModuleContainers:
     Attributes:
         dicts: each module's `__dict__`, its dictionaries of parameters and buffers unless they are
             empty, and the dictionaries among the attributes that not every module has.
-        others: the lists, sets and deques among the attributes.
+        other_containers: the lists, sets and deques among the attributes.
         tensors: the tensors among the attributes that are neither parameters nor buffers.
     """
 
@@ -52,12 +52,13 @@ class ModuleContainers:
                 if name not in ATTRIBUTES_OF_EVERY_MODULE:
                     attributes.append(value)
         self.dicts += [value for value in attributes if type(value) in DICTS]
-        self.others = [value for value in attributes if type(value) in OTHER_CONTAINERS]
+        self.other_containers = [value for value in attributes if type(value) in OTHER_CONTAINERS]
         self.tensors = [value for value in attributes if isinstance(value, Tensor)]
 
     def copy_all(self) -> Contents:
         """Copy all dictionaries, lists and sets, for `restore_contents`."""
-        return [(container, container.copy()) for container in (*self.dicts, *self.others)]
+        containers = (*self.dicts, *self.other_containers)
+        return [(container, container.copy()) for container in containers]
 
     def copy_dicts(self) -> Contents:
         """Copy the dictionaries alone, where modules keep caches, for `restore_contents`.
