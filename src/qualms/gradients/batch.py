@@ -50,7 +50,7 @@ def take_samples(batch: Batch, index: slice | list[int]) -> Batch:
     return with_tensors(batch, (t[index] for t in batch_tensors(batch)))
 
 
-def parts_of(batch: Batch, size: int) -> Iterator[Batch]:
+def split_batch(batch: Batch, size: int) -> Iterator[Batch]:
     """Split a batch into consecutive batches of at most `size` samples."""
     for part in slices(num_samples(batch), size):
         yield take_samples(batch, part)
@@ -124,7 +124,7 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
             yield from tensors_in(item)
 
 
-def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply `change` to every tensor in nested tuples, lists and dicts, and return the same structure.
 
     Anything else is returned unchanged.
@@ -133,12 +133,12 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(value)
     # A named tuple takes its fields as separate arguments.
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(each_tensor(v, change) for v in value))
+        return type(value)(*(map_tensors(v, change) for v in value))
     # The named results of torch's functions have no `_fields`, and become plain tuples.
     if isinstance(value, tuple):
-        return tuple(each_tensor(v, change) for v in value)
+        return tuple(map_tensors(v, change) for v in value)
     if isinstance(value, list):
-        return [each_tensor(v, change) for v in value]
+        return [map_tensors(v, change) for v in value]
     if isinstance(value, dict):
-        return {k: each_tensor(v, change) for k, v in value.items()}
+        return {k: map_tensors(v, change) for k, v in value.items()}
     return value

@@ -25,7 +25,7 @@ Logits = Float[Tensor, "b r c"]
 # The sets of directions. Each function takes logits [b, r, c] and returns m directions [m, b, r, c].
 
 
-def classes(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
+def class_directions(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
     """Compute e_c - p, the gradient of log p_c with respect to the logits, for several classes c.
 
     The entry 1 - p_c is computed as the sum of the other probabilities, which does not cancel when
@@ -46,7 +46,7 @@ def classes(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c
     return directions
 
 
-def of_class(logits: Logits, chosen: Int[Tensor, " b"]) -> Float[Tensor, "1 b r c"]:
+def direction_of_class(logits: Logits, chosen: Int[Tensor, " b"]) -> Float[Tensor, "1 b r c"]:
     """Compute e_c - p, the gradient of log p_c with respect to the logits, for a class c per sample.
 
     Args:
@@ -93,7 +93,7 @@ def logit_directions(logits: Logits, some: slice = slice(None)) -> Float[Tensor,
     return directions
 
 
-def uniform(logits: Logits) -> Float[Tensor, "1 b r c"]:
+def uniform_direction(logits: Logits) -> Float[Tensor, "1 b r c"]:
     """Compute (1/C) Σ_c (e_c - p) = 1/C - p, the mean over C classes of the gradients of log p_c.
 
     p is the softmax of the logits [b, r, c]. The result is one direction [1, b, r, c].
@@ -182,9 +182,9 @@ def _zero_sum_basis(num_classes: int, num_vectors: int) -> Float[Tensor, "m c"]:
 
 # The functions above by the names that `Directions.names` accepts.
 DIRECTIONS: dict[str, Callable[..., Tensor]] = {
-    "classes": classes,
+    "classes": class_directions,
     "logits": logit_directions,
-    "uniform": uniform,
+    "uniform": uniform_direction,
     "expected": expected_direction,
     "confounding": confounding_direction,
     "contrasts": contrast_directions,
@@ -207,11 +207,11 @@ class Cotangents:
     power of two for each direction and sample, s [k, b].
 
     Args:
-        number: m, the number of directions.
+        num_directions: m, the number of directions.
         blocks: returns an iterator over the pairs; it may be called several times.
     """
 
-    number: int
+    num_directions: int
     blocks: Callable[[], Iterable[tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]]]
 
     @classmethod
@@ -263,11 +263,11 @@ class Directions:
 
     names: tuple[str, ...]
 
-    def size(self, classes: int) -> int:
+    def num_directions(self, classes: int) -> int:
         """Return the number of directions in all sets, for a model with `classes` classes."""
         return sum(_num_directions(name, classes) for name in self.names)
 
-    def columns(self, name: str, classes: int) -> slice:
+    def indices_of(self, name: str, classes: int) -> slice:
         """Return the range of indices of one set's directions among the directions of all sets.
 
         Args:
@@ -275,7 +275,7 @@ class Directions:
             classes: the number of classes of the model.
         """
         names_before = self.names[: self.names.index(name)]
-        start = Directions(names_before).size(classes)
+        start = Directions(names_before).num_directions(classes)
         return slice(start, start + _num_directions(name, classes))
 
     def of_samples(self, some: slice) -> "Directions":
@@ -286,7 +286,7 @@ class Directions:
         """
         return self
 
-    def along(self, logits: Logits, block_bytes: int = BLOCK_BYTES) -> Cotangents:
+    def cotangents_at(self, logits: Logits, block_bytes: int = BLOCK_BYTES) -> Cotangents:
         """Return the directions of all sets at given logits, in the order of `names`.
 
         They are divided by the number of rows r, so that adding up the gradients of a sample's r
@@ -297,7 +297,7 @@ class Directions:
             logits: the logits [b, r, c]: b samples of r rows with c classes.
             block_bytes: how many bytes of directions are computed at once.
         """
-        num_directions = self.size(logits.shape[-1])
+        num_directions = self.num_directions(logits.shape[-1])
         blocks = partial(self._blocks, logits.detach(), block_bytes)
         return Cotangents(num_directions, blocks)
 

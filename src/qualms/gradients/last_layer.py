@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge
 from qualms.gradients.directions import (
     DIRECTIONS,
     Cotangents,
-    of_class,
+    direction_of_class,
     scale_to_unit,
     sum_of_others,
 )
@@ -287,7 +287,7 @@ def measure_via_last_layer(
     other_sets = [name for name in directions if name != "classes"]
     # Directions with a pass each: that of the predicted class, whose norm may be tiny, and those of
     # the other sets.
-    direct_sets = [of_class(z, predicted)]
+    direct_sets = [direction_of_class(z, predicted)]
     direct_sets += [DIRECTIONS[name](z) for name in other_sets]
     direct = torch.cat(direct_sets).flatten(1, 2) / z.shape[1]
     direct_norms = measure(pullback, Cotangents.of(direct, pullback.samples), "l2")

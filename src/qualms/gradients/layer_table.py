@@ -48,7 +48,7 @@ def layer_table(
     cache: PlanCache,
     *,
     gram: bool = False,
-    regrouped: Tensor | None = None,
+    known_logits: Tensor | None = None,
     lam: float | None = None,
 ) -> LayerTable:
     """Run each request by the first engine that can, and combine parameters into layers.
@@ -57,7 +57,7 @@ def layer_table(
         requests: requests for consecutive batches of one model, with the same settings.
         cache: the plans of the model, reused from batch to batch.
         gram: whether to compute inner products in place of norms.
-        regrouped: the logits [b, c] of the samples, computed in other batches; only if there is a
+        known_logits: the logits [b, c] of the samples, computed in other batches; only if there is a
             single request, whose `known_logits` they become.
         lam: the smallest λ among the scores that use the table; None if a score weights all layers
             equally.
@@ -67,7 +67,7 @@ def layer_table(
     """
     results: list[ClassNorms] = []
     for given_request in requests:
-        request = replace(given_request, gram=gram, known_logits=regrouped, smallest_lambda=lam)
+        request = replace(given_request, gram=gram, known_logits=known_logits, smallest_lambda=lam)
         results.append(run_first(engines_for(request, cache), request, cache))
     norms = ClassNorms.concatenate(results)
     if norms.errors is not None:

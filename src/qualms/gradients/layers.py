@@ -20,7 +20,7 @@ Params: TypeAlias = str | Callable[[str], bool] | None
 WHOLE_MODEL = "(model)"
 
 
-def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
+def select_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
     """Select the parameters whose gradients are wanted, by name, in the model's order.
 
     Frozen parameters are selected too; integer ones never are.

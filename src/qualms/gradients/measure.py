@@ -226,7 +226,7 @@ def _measure_norms(
     Returns:
         Norms by the parameter's name.
     """
-    num_directions = cotangents.number
+    num_directions = cotangents.num_directions
     names: list[str] = []
     # [m, parameters, b], filled in place: small results between large ones fragment the memory.
     norms: Tensor | None = None

@@ -303,7 +303,7 @@ class PassMemory:
         """
         key = ("memory of a row", self.pass_kind, shapes_of(batch))
         first_row = take_samples(batch, slice(0, 1))
-        row_bytes = cache.once(key, lambda: self._measure(first_row))
+        row_bytes = cache.get_or_compute(key, lambda: self._measure(first_row))
         return None if row_bytes is None else max(1, self.safety_factor * row_bytes)
 
     def _measure(self, row: Batch) -> int | None:

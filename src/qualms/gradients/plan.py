@@ -147,7 +147,7 @@ class Plan(ModelProfile):
         rows = request.rows_per_sample
         if self._prefers_last_layer(request, request.directions.names):
             return Workload(rows, request.kind, self.classes, via_last_layer=True)
-        num_directions = request.directions.size(self.classes)
+        num_directions = request.directions.num_directions(self.classes)
         return Workload(rows, request.kind, num_directions)
 
     def _prefers_last_layer(
@@ -282,7 +282,7 @@ def make_plan(request: GradientRequest) -> Plan | Fallback:
     Raises:
         QualmsError: if the first sample has no gradient, or the model is random.
     """
-    first_rows = request.rows(slice(0, max(2, PLANNING_ROWS // request.rows_per_sample)))
+    first_rows = request.make_rows(slice(0, max(2, PLANNING_ROWS // request.rows_per_sample)))
     first = FirstSample.of(request.model, first_rows, request.selected, _norm)
     if not first.gradient:
         require_uses_that_vary(request.model, first_rows)

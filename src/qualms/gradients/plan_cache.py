@@ -29,45 +29,45 @@ class PlanCache:
     The owner of a cache replaces it when the weights change.
 
     Attributes:
-        found: the cached values by key, the most recently used at the end.
+        entries: the cached values by key, the most recently used at the end.
         warned: the warnings that the user has already seen.
     """
 
-    found: dict[Key, object] = field(default_factory=dict)
+    entries: dict[Key, object] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
     def get(self, key: Key, kind: type[T]) -> T | None:
         """Return the cached value of a key; None if there is no value of type `kind`."""
-        if key not in self.found:
+        if key not in self.entries:
             return None
         self._mark_as_used(key)
-        value = self.found[key]
+        value = self.entries[key]
         return value if isinstance(value, kind) else None
 
     def keep(self, key: Key, value: object) -> None:
         """Cache a value; if there are too many of its kind, drop the least recently used of them."""
-        self.found.pop(key, None)
-        keys_of_kind = [cached for cached in self.found if cached[0] == key[0]]
+        self.entries.pop(key, None)
+        keys_of_kind = [cached for cached in self.entries if cached[0] == key[0]]
         num_excess = max(0, len(keys_of_kind) + 1 - MAX_PER_KIND)
         # The least recently used come first.
         for excess_key in keys_of_kind[:num_excess]:
-            del self.found[excess_key]
-        self.found[key] = value
+            del self.entries[excess_key]
+        self.entries[key] = value
 
     def forget(self, key: Key) -> None:
         """Drop a cached value that does not hold for later batches."""
-        self.found.pop(key, None)
+        self.entries.pop(key, None)
 
-    def once(self, key: Key, compute: Callable[[], T]) -> T:
+    def get_or_compute(self, key: Key, compute: Callable[[], T]) -> T:
         """Return the cached value of a key; call `compute` for it if there is none."""
-        if key not in self.found:
+        if key not in self.entries:
             self.keep(key, compute())
         self._mark_as_used(key)
-        return cast(T, self.found[key])
+        return cast(T, self.entries[key])
 
     def _mark_as_used(self, key: Key) -> None:
         """Move the value of a key to the end: the most recently used."""
-        self.found[key] = self.found.pop(key)
+        self.entries[key] = self.entries.pop(key)
 
     def warn_slow(self, fallback: Fallback) -> None:
         """Warn that samples run one at a time, once for each reason of a fallback."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError
 from qualms.gradients.batch import Batch, take_samples
 from qualms.gradients.isolation import isolate_forward
-from qualms.gradients.layers import Params, selected_parameters
+from qualms.gradients.layers import Params, select_parameters
 from qualms.gradients.model_input import logits_in
 
 # Prefix of the model's parameter names inside `AtPositions`.
@@ -99,7 +99,7 @@ class SampleAlone:
         if self.kept is not None and positions != len(self.kept):
             raise _mismatch_error(str(positions), len(self.kept))
 
-    def put_back(self, values: Tensor, missing: float) -> Tensor:
+    def restore_padding(self, values: Tensor, missing: float) -> Tensor:
         """Write the values of t tokens to their positions in the padded sample.
 
         Args:
@@ -308,5 +308,5 @@ def inner_params(model: nn.Module, params: Params) -> Params:
     """
     if params is None:
         return None
-    chosen = selected_parameters(model, params)
+    chosen = select_parameters(model, params)
     return lambda name: name.removeprefix(INNER) in chosen

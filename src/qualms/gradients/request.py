@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qualms.gradients.batch import Batch, batch_tensors, num_samples, shapes_of, take_samples
 from qualms.gradients.directions import Directions
-from qualms.gradients.layers import selected_parameters
+from qualms.gradients.layers import select_parameters
 from qualms.gradients.memory import default_budget, free_bytes
 from qualms.gradients.model_input import ModelInput, make_model_input
 from qualms.gradients.settings import Kind, Settings, Sketch, Smoothing
@@ -48,7 +48,7 @@ class GradientRequest:
     @cached_property
     def selected(self) -> dict[str, Tensor]:
         """The parameters whose gradients are wanted, by name."""
-        return selected_parameters(self.model, self.settings.params)
+        return select_parameters(self.model, self.settings.params)
 
     @property
     def sketch(self) -> Sketch:
@@ -118,7 +118,7 @@ class GradientRequest:
         directions = self.directions.of_samples(part)
         return self if directions is self.directions else replace(self, directions=directions)
 
-    def rows(self, part: slice) -> ModelInput:
+    def make_rows(self, part: slice) -> ModelInput:
         """Build the rows of some of the samples: each sample followed by its perturbed copies."""
         samples = take_samples(self.batch, part)
         return make_model_input(samples, self.smoothing, self.numbers[part], self.settings.seed)

@@ -115,7 +115,7 @@ def cross_batch_logits(
         group = slice(start, None, stride)
         group_size = len(range(samples)[group])
         logits = logits_in_groups(
-            request.model, request.rows(group), groups=min(2, rows), period=rows
+            request.model, request.make_rows(group), groups=min(2, rows), period=rows
         )
         logits_of_groups.append(logits.unflatten(0, (group_size, rows)))
     return restore_order(logits_of_groups, strided_groups(samples, stride))
@@ -302,7 +302,7 @@ def measure_separate(
         return measure(pullback, cotangents, kind)
     separation = Separation.of(samples, pullback.logits.device, precision)
     with_copy = _WithScaledCopy(cotangents, separation, samples)
-    num_directions = cotangents.number
+    num_directions = cotangents.num_directions
     norms = measure(pullback, Cotangents(num_directions + 1, with_copy.blocks), kind)
     if with_copy.copied_index is None:
         # No direction was fit to be copied, so a random one is used.

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.directions import Directions, classes
+from qualms.gradients.directions import Directions, class_directions
 from qualms.gradients.engines.class_sampling import (
     ContrastedClasses,
     class_lengths,
@@ -54,7 +54,7 @@ def coherence(logits: Float[Tensor, "b c"], gram: Float[Tensor, "b c c"]) -> Flo
         logits: the logits z.
         gram: G = J Jᵀ, the inner products between the gradients of all logits.
     """
-    away = classes(logits[:, None])[:, :, 0]  # e_c - p: [c, b, c]
+    away = class_directions(logits[:, None])[:, :, 0]  # e_c - p: [c, b, c]
     norms = torch.einsum("cbi,bij,cbj->bc", away, gram, away).clamp_min(0).sqrt()
     return collinearity(gram) ** 4 * (class_weights(logits) * norms).sum(-1)
 

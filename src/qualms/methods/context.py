@@ -18,7 +18,7 @@ from qualms.gradients.batch import (
     Batch,
     batch_tensors,
     num_samples,
-    parts_of,
+    split_batch,
     take_samples,
 )
 from qualms.gradients.directions import Directions
@@ -313,8 +313,8 @@ class BatchContext:
         def compute() -> LayerTable:
             request = self.request(directions, smooth)
             cache = self.model_context.cache
-            # regrouped: these logits were computed in other groups of inputs than the engine's.
-            return layer_table([request], cache, regrouped=self.known_logits, lam=lam)
+            # known_logits: these logits were computed in other groups of inputs than the engine's.
+            return layer_table([request], cache, known_logits=self.known_logits, lam=lam)
 
         return self.once(("norms", directions, smooth, lam), compute)
 
@@ -347,7 +347,7 @@ class BatchContext:
             )
             request = replace(self.request(directions, None), settings=settings)
             cache = self.model_context.cache
-            return layer_table([request], cache, gram=gram, regrouped=self.known_logits)
+            return layer_table([request], cache, gram=gram, known_logits=self.known_logits)
 
         return self.once(("exact", params, directions, gram, granularity), compute)
 
@@ -397,12 +397,12 @@ class BatchContext:
             held: bytes that are occupied during the pass by other tensors.
         """
         batch = self.batch if batch is None else batch
-        parts = parts_of(batch, self.model_context.rows_at_once(batch, held=held))
+        parts = split_batch(batch, self.model_context.rows_at_once(batch, held=held))
         return torch.cat([forward_logits(self.model, ModelInput(part)) for part in parts])
 
     def chunks(self, batch: Batch) -> Iterable[Batch]:
         """Split a batch into parts whose plain forward pass fits the budget."""
-        return parts_of(batch, self.model_context.rows_at_once(batch))
+        return split_batch(batch, self.model_context.rows_at_once(batch))
 
     def chunks_with_graph(self, times: int = 1) -> Iterable[Batch]:
         """Split this batch into parts whose forward and backward pass fits the budget.
@@ -410,7 +410,7 @@ class BatchContext:
         Args:
             times: the memory of the pass, as a multiple of that of its forward pass with a graph.
         """
-        return parts_of(
+        return split_batch(
             self.batch,
             self.model_context.rows_with_graph(self.batch, times),
         )

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qualms.gradients.directions import uniform
+from qualms.gradients.directions import uniform_direction
 
 # Entries of q at a time; a dozen copies exist while a divergence is computed.
 AT_ONCE = 2**19
@@ -63,7 +63,8 @@ def kl(log_q: Float[Tensor, "... c"], log_p: Float[Tensor, "... c"]) -> Float[Te
 
 def distance_from_uniform(logits: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
     """Compute Σ_c |p_c - 1/C|, accurate where p is nearly uniform."""
-    return uniform(logits[:, None])[0, :, 0].abs().sum(-1)  # `uniform` is 1/C - p
+    # `uniform_direction` is 1/C - p.
+    return uniform_direction(logits[:, None])[0, :, 0].abs().sum(-1)
 
 
 def expected_kl(log_q: Float[Tensor, "b n c"], log_p: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:

@@ -222,7 +222,7 @@ class ClassSums:
             directions=directions,
         )
         known_logits = None if self.known_logits is None else self.known_logits[index]
-        return layer_table([request], self.cache, regrouped=known_logits, lam=self.lam)
+        return layer_table([request], self.cache, known_logits=known_logits, lam=self.lam)
 
     def _terms(self, table: LayerTable, classes: Int[Tensor, "n d"]) -> Float[Tensor, "m n d"]:
         """Compute w_c ‖g_c‖ⁿ of the classes of a table, for each of the m methods.

@@ -252,7 +252,7 @@ class GradientPass:
 
     def columns(self, method: GradientScore, context: BatchContext) -> slice:
         """Find where the directions of one score are on the axis m of the pass's norms."""
-        return self.directions.columns(method.direction, context.num_classes)
+        return self.directions.indices_of(method.direction, context.num_classes)
 
 
 def _norms(

@@ -21,7 +21,7 @@ from qualms.gradients.batch import (
     take_samples,
     with_tensors,
 )
-from qualms.gradients.directions import of_class, scale_to_unit
+from qualms.gradients.directions import direction_of_class, scale_to_unit
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.settings import Smoothing
 from qualms.methods.context import BatchContext
@@ -135,7 +135,7 @@ def loss_gradient_sign(
     # be only rounding, or zero in 32 bits.
     z = logits.detach().double()[:, None] / temperature
     predicted = z[:, 0].argmax(-1)
-    (cotangents,), _ = scale_to_unit(-of_class(z, predicted)[:, :, 0], len(z))
+    (cotangents,), _ = scale_to_unit(-direction_of_class(z, predicted)[:, :, 0], len(z))
     (gradient,) = torch.autograd.grad(logits, variables, cotangents.to(logits.dtype))
     return gradient.sign()
 

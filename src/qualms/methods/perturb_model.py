@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from qualms.errors import QualmsError
 from qualms.gradients.batch import (
     Batch,
-    each_tensor,
+    map_tensors,
     num_samples,
-    parts_of,
+    split_batch,
     take_samples,
 )
 from qualms.gradients.isolation import preserve_state
@@ -140,7 +140,7 @@ class _ReplaceParameters(TorchFunctionMode):
             args: its arguments.
             kwargs: its keyword arguments.
         """
-        args, kwargs = each_tensor((args, kwargs or {}), self._replace)
+        args, kwargs = map_tensors((args, kwargs or {}), self._replace)
         return func(*args, **kwargs)
 
     def _replace(self, t: Tensor) -> Tensor:
@@ -342,4 +342,4 @@ def _forward_member(member: nn.Module, context: BatchContext, what: str) -> Floa
     work = PassMemory(what, run, ROWS_AT_ONCE)
     rows = num_samples(context.batch)
     size = work.rows_at_once(context.batch, rows, model_context.settings, model_context.cache)
-    return torch.cat([run(part) for part in parts_of(context.batch, size)])
+    return torch.cat([run(part) for part in split_batch(context.batch, size)])

@@ -163,7 +163,7 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
     if settings.sketch is not None:
         return rows * SKETCH_PASSES * settings.sketch.tangents
     shared = GradientPass.of_scorer(context, smooth)
-    directions: float = shared.directions.size(context.num_classes)
+    directions: float = shared.directions.num_directions(context.num_classes)
     sampled = [m for m in methods if m.uses_class_sampling(context)]
     if sampled:
         sums = class_sums(context, sampled, shared.lam)

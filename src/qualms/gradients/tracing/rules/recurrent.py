@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from qualms.gradients.batch import each_tensor
+from qualms.gradients.batch import map_tensors
 from qualms.gradients.tracing.factors import Summed
 from qualms.gradients.tracing.outer_product import Outer, SharedGram, out_in
 from qualms.gradients.tracing.rules.recurrent_layers import OneWay, RecurrentOptions, run_layers
@@ -67,7 +67,7 @@ def recurrent(
         """Run one layer in one direction, and add the factors of its weights."""
         return _run_one_way(call, one_way, inside, x, state)
 
-    x, begin = each_tensor((input, hx), lambda t: copies.get(id(t), t))
+    x, begin = map_tensors((input, hx), lambda t: copies.get(id(t), t))
     out = run_layers(kind, run, x, begin, params, how)
     if out is NotImplemented:
         return out
