@@ -795,7 +795,7 @@ def test_tangents_that_could_not_all_be_drawn_are_drawn_again(
     model, batch = language.gpt2(), language.text()
     scorer = qualms.Scorer(model, "fisher", class_dim=-1)
     want = scorer(batch).scores["fisher"]
-    (tangents,) = (one for one in scorer._cache.found.values() if isinstance(one, Tangents))
+    (tangents,) = (one for one in scorer._cache.entries.values() if isinstance(one, Tangents))
     draw = TangentDistribution.draw
     assert tangents.stack_range == (0, 16)
     monkeypatch.setattr(

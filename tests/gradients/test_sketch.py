@@ -66,7 +66,7 @@ def test_projections_are_those_of_the_gradients(
         ((sample, logits),) = engine.project(plan, job, drawn)
         have = sample.values
         for i in range(len(logits)):
-            on = job.rows(slice(i, i + 1))
+            on = job.make_rows(slice(i, i + 1))
             total: dict[str, Tensor] = {}
             for r in range(on.rows_per_sample):
                 z, found = sample_gradients(

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.directions import Directions, classes
+from qualms.gradients.directions import Directions, class_directions
 from qualms.gradients.engines.class_sampling import (
     ContrastedClasses,
     class_lengths,
@@ -57,7 +57,7 @@ def coherence(logits: Float[Tensor, "b c"], gram: Float[Tensor, "b c c"]) -> Flo
         gram: the inner products between the gradients of every two logits.
     """
     # The gradient of log p_c is the combination e_c - p of the gradients of the logits: [c, b, c].
-    directions = classes(logits[:, None])[:, :, 0]
+    directions = class_directions(logits[:, None])[:, :, 0]
     norms = torch.einsum("cbi,bij,cbj->bc", directions, gram, directions).clamp_min(0).sqrt()
     return collinearity(gram) ** 4 * (class_weights(logits) * norms).sum(-1)
 

@@ -237,7 +237,7 @@ class ClassSums:
             directions=directions,
         )
         known_logits = None if self.known_logits is None else self.known_logits[index]
-        return layer_table([request], self.cache, regrouped=known_logits, lam=self.lam)
+        return layer_table([request], self.cache, known_logits=known_logits, lam=self.lam)
 
     def _compute_terms(
         self,

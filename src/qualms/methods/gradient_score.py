@@ -262,7 +262,7 @@ class GradientPass:
 
     def columns(self, method: GradientScore, context: BatchContext) -> slice:
         """Return the indices of one score's directions among all directions of the pass."""
-        return self.directions.columns(method.direction, context.num_classes)
+        return self.directions.indices_of(method.direction, context.num_classes)
 
 
 def _layer_norms(

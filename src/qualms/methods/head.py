@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from qualms.errors import QualmsError
 from qualms.gradients.batch import Batch, take_samples
 from qualms.gradients.layer_table import heavy_blocks
-from qualms.gradients.layers import Params, layer_of, selected_parameters
+from qualms.gradients.layers import Params, layer_of, select_parameters
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.tracing.traced_forward import use_order
 
@@ -154,7 +154,7 @@ def find_blocks(model: nn.Module, batch: Batch, params: Params, method: str) -> 
     Raises:
         QualmsError: if the order of use cannot be seen.
     """
-    blocks = heavy_blocks(model, batch, selected_parameters(model, params))
+    blocks = heavy_blocks(model, batch, select_parameters(model, params))
     if not blocks:
         raise QualmsError(
             f"{method} needs the order in which the model uses its layers, but the model hides "

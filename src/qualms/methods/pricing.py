@@ -173,7 +173,7 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
     if settings.sketch is not None:
         return rows * SKETCH_PASSES * settings.sketch.tangents
     shared_pass = GradientPass.of_scorer(context, smooth)
-    directions: float = shared_pass.directions.size(context.num_classes)
+    directions: float = shared_pass.directions.num_directions(context.num_classes)
     sampling_methods = [m for m in methods if m.uses_class_sampling(context)]
     if sampling_methods:
         class_sums = create_class_sums(context, sampling_methods, shared_pass.lam)

@@ -58,7 +58,7 @@ class AutogradEngine:
 
     def plan(self, request: GradientRequest) -> AutogradPlan:
         """Measure the memory of the first row, and find the order of the parameters."""
-        first = request.rows(slice(0, 1))
+        first = request.make_rows(slice(0, 1))
         row_bytes = graph_bytes(request, first.take([0]))
         return AutogradPlan(row_bytes, use_order(request.model, first, request.selected))
 
@@ -72,7 +72,7 @@ class AutogradEngine:
         parts: list[ClassNorms] = []
         for index in slices(request.num_samples, 1):
             sample = request.with_directions_of(index)
-            parts.append(plain_autograd(sample, request.rows(index), plan.row_bytes))
+            parts.append(plain_autograd(sample, request.make_rows(index), plan.row_bytes))
         return add_unused_parameters(ClassNorms.concatenate(parts), request, plan.use_order)
 
 
@@ -91,7 +91,7 @@ def add_unused_parameters(
     Returns:
         `norms` itself.
     """
-    number = request.directions.size(norms.logits.shape[1])
+    number = request.directions.num_directions(norms.logits.shape[1])
     shape: tuple[int, ...] = (request.num_samples, number)
     if request.gram:
         shape = (*shape, number)
@@ -163,7 +163,7 @@ def _norms(graphs: "SampleGraphs") -> dict[str, Float[Tensor, "1 m"]]:
     for j, (gradient, scale) in enumerate(graphs.gradients()):
         for name, g in gradient.items():
             if name not in values:
-                values[name] = scale.new_zeros(1, graphs.directions.number)
+                values[name] = scale.new_zeros(1, graphs.directions.num_directions)
             values[name][0, j] = norm_of(g[None], kind)[0] * scale
     return values
 
@@ -178,7 +178,7 @@ def _count_held(graphs: "SampleGraphs", gradient_bytes: int) -> int:
     Raises:
         QualmsError: if so few fit that a gradient would be computed more than `MAX_REPEATS` times.
     """
-    number, room = graphs.directions.number, graphs.request.budget // 2
+    number, room = graphs.directions.num_directions, graphs.request.budget // 2
     fewest = -(-number // MAX_REPEATS)
     require_room(fewest * gradient_bytes, room, f"{fewest} of {number} gradients of one input")
     return max(1, room // gradient_bytes)
@@ -201,7 +201,7 @@ def _inner_products(
         The inner products by the parameter's name; a parameter that no gradient depends on is
         missing.
     """
-    number = graphs.directions.number
+    number = graphs.directions.num_directions
     values: dict[str, Tensor] = {}
     for start in range(0, number, held):
         block = _HeldGradients(start, min(held, number - start))
@@ -307,7 +307,7 @@ class SampleGraphs:
         self.logits = torch.cat(logits)
         for row, z in enumerate(self.logits):
             check_repeatable(request.model, rows.take([row]), z[None])
-        self.directions = request.directions.along(self.logits[None])
+        self.directions = request.directions.cotangents_at(self.logits[None])
 
     def gradients(self, start: int = 0) -> Iterator[tuple[Gradient, Float[Tensor, ""]]]:
         """Yield (g, s) for each direction from index `start` on; the gradient along it is s·g.

@@ -29,7 +29,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qualms.gradients.directions import Directions, Logits, of_class, scale_to_unit, sum_of_others
+from qualms.gradients.directions import (
+    Directions,
+    Logits,
+    direction_of_class,
+    scale_to_unit,
+    sum_of_others,
+)
 from qualms.gradients.precision import at_least_float32
 from qualms.random import generator
 
@@ -175,7 +181,7 @@ class SampledClasses(Directions):
     number: int
     seed: int
 
-    def size(self, classes: int) -> int:
+    def num_directions(self, classes: int) -> int:
         """The number of directions for each sample; the model's number of classes does not matter."""
         return self.number
 
@@ -190,7 +196,7 @@ class SampledClasses(Directions):
         """
         classes, _ = self.draw(logits[:, 0])
         for column in classes.T:
-            yield _block(of_class(logits, column), logits)
+            yield _block(direction_of_class(logits, column), logits)
 
     def draw(self, logits: Float[Tensor, "b c"]) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
         """Draw m classes for each sample; the same ones in every call with the same logits.
@@ -215,7 +221,7 @@ class ChosenClasses(Directions):
 
     chosen: Int[Tensor, "b m"]
 
-    def size(self, classes: int) -> int:
+    def num_directions(self, classes: int) -> int:
         """The number of directions m; the model's number of classes does not matter."""
         return self.chosen.shape[1]
 
@@ -230,7 +236,7 @@ class ChosenClasses(Directions):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the directions as the pairs (v, s) of `Cotangents`, one direction a block."""
         for column in self.chosen.to(logits.device).T:
-            yield _block(of_class(logits, column), logits)
+            yield _block(direction_of_class(logits, column), logits)
 
 
 @dataclass(frozen=True)
@@ -248,7 +254,7 @@ class ContrastedClasses(SampledClasses):
 
     sample: int
 
-    def size(self, classes: int) -> int:
+    def num_directions(self, classes: int) -> int:
         """The number of directions: e_b - p and e_b, the shared classes, and the drawn classes."""
         return 2 + self.sample + self.number
 
@@ -273,7 +279,7 @@ class ContrastedClasses(SampledClasses):
         shared = self.sampled(logits.shape[-1]).to(best).expand(len(best), -1)
         drawn, _ = self.draw(logits[:, 0])
         of_best = _one_hot(best, logits)
-        yield _block(of_class(logits, best), logits)
+        yield _block(direction_of_class(logits, best), logits)
         yield _block(of_best, logits)
         for column in torch.cat([shared, drawn], dim=1).T:
             yield _block(_one_hot(column, logits) - of_best, logits)

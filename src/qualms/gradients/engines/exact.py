@@ -111,7 +111,7 @@ class ExactEngine:
         check = CrossBatchCheck(request, chunks)
         parts: list[ClassNorms] = []
         for part in chunks:
-            chunk = _Chunk(plan, request.with_directions_of(part), request.rows(part), work)
+            chunk = _Chunk(plan, request.with_directions_of(part), request.make_rows(part), work)
             run = partial(chunk.run, check, part) if fitting else chunk.run_in_parts
             norms = attempt("run a chunk of samples together", run)
             if isinstance(norms, Fallback):
@@ -208,7 +208,7 @@ class _Chunk:
         if last is not None:
             require_separate_gradients(pullback, precision)
             return measure_via_last_layer(pullback, directions.names, last)
-        cotangents = directions.along(by_sample)
+        cotangents = directions.cotangents_at(by_sample)
         if kind == "gram":
             require_separate_gradients(pullback, precision)
             return measure(pullback, cotangents, kind)
@@ -252,7 +252,7 @@ def accumulate_chunks(
     logits = logits_in_groups(request.model, model_input, groups)
     work = _RowParts(request, model_input, plan, size, logits)
     held = max(1, request.budget // 4 // plan.gradient_bytes)  # directions accumulated at once
-    directions = request.directions.along(logits[None])
+    directions = request.directions.cotangents_at(logits[None])
     values: dict[str, Tensor] = {}
     number = 0
     for block, scales in directions.blocks():
@@ -261,7 +261,7 @@ def accumulate_chunks(
         for cotangents, scale in zip(block_parts, scale_parts, strict=True):
             for name, gradients in work.add_up(cotangents, verify=number == 0).items():
                 if name not in values:
-                    values[name] = scale.new_zeros(1, directions.number)
+                    values[name] = scale.new_zeros(1, directions.num_directions)
                 norms = norm_of(gradients, request.kind) * scale
                 values[name][0, number : number + len(cotangents)] = norms
             number += len(cotangents)

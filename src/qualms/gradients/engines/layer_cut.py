@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.gradients.batch import take_samples
-from qualms.gradients.directions import DIRECTIONS, of_class
+from qualms.gradients.directions import DIRECTIONS, direction_of_class
 from qualms.gradients.engines.base import ClassNorms, combine_parameters
 from qualms.gradients.fallback import Fallback
 from qualms.gradients.layers import group_by_layer, layer_weights
@@ -104,7 +104,7 @@ def find_layer_cut(
         return None
     names = tuple(request.selected)
     key = ("layer cut", request.shapes, names, settings.granularity, settings.norm, lam)
-    return cache.once(key, partial(LayerCut.of, request, lam))
+    return cache.get_or_compute(key, partial(LayerCut.of, request, lam))
 
 
 @dataclass
@@ -297,7 +297,8 @@ def _measured_directions(
     p = z.double().softmax(-1)
     generator = torch.Generator().manual_seed(0)
     signs = (torch.randint(0, 2, p.shape[-1:], generator=generator) * 2 - 1).to(p)
-    parts = [of_class(z, z[:, 0].argmax(-1)), (signs - p * signs.sum())[None]]  # Σ_c ±(e_c - p)
+    # The second direction is Σ_c ±(e_c - p).
+    parts = [direction_of_class(z, z[:, 0].argmax(-1)), (signs - p * signs.sum())[None]]
     for name in names:
         if name in DIRECTIONS and name != "classes":
             parts.append(DIRECTIONS[name](z))

@@ -293,7 +293,7 @@ class PositionSketchEngine:
             return probe, find_jvp_function(probe, check_rows, tangents[0])
 
         key = ("position push", request.rows_per_sample > 1, tuple(selected), *request.shapes)
-        probe, function = self.cache.once(key, find)
+        probe, function = self.cache.get_or_compute(key, find)
         return probe, function, tangents_of_model(request, probe.counted, lam, self.cache)
 
     def _several_agree(
@@ -332,12 +332,12 @@ class PositionSketchEngine:
         kinds = tuple((t.ndim, t.dtype) for t in batch_tensors(request.batch))
         smoothed = request.rows_per_sample > 1
         key = ("position several", smoothed, tuple(request.selected), *kinds)
-        return self.cache.once(key, agree)
+        return self.cache.get_or_compute(key, agree)
 
 
 def _single_rows(request: GradientRequest) -> list[ModelInput]:
     """List the request's only sample and its perturbed copies, each as an input of one row."""
-    rows = request.rows(slice(0, 1))
+    rows = request.make_rows(slice(0, 1))
     return [rows.take([i]) for i in range(request.rows_per_sample)]
 
 

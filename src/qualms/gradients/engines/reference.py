@@ -33,7 +33,7 @@ class ReferenceEngine:
 
     def plan(self, request: GradientRequest) -> UseOrder:
         """Find the order in which a forward pass over the first sample uses the parameters."""
-        return use_order(request.model, request.rows(slice(0, 1)), request.selected)
+        return use_order(request.model, request.make_rows(slice(0, 1)), request.selected)
 
     def run(self, plan: UseOrder, request: GradientRequest) -> ClassNorms:
         """Compute ‖g‖ (l2) or Σ|g| (l1) for each sample, direction and parameter.
@@ -45,7 +45,7 @@ class ReferenceEngine:
         parts: list[ClassNorms] = []
         with all_parameters_differentiable(request.model):
             for sample in slices(request.num_samples, 1):
-                parts.append(_measure_sample(request, request.rows(sample)))
+                parts.append(_measure_sample(request, request.make_rows(sample)))
         norms = add_unused_parameters(ClassNorms.concatenate(parts), request, plan)
         norms.without_rule = set(norms.values)  # no fast rules are used here
         return norms

@@ -196,7 +196,7 @@ def _probe_first_rows(request: GradientRequest) -> tuple[SketchProbe, CheckRows]
 
     The gradients are kept if they take at most an eighth of the budget.
     """
-    first = request.rows(slice(0, PROBED_SAMPLES))
+    first = request.make_rows(slice(0, PROBED_SAMPLES))
     return probe_rows(request.model, first, request.selected, request.budget // 8)
 
 
@@ -267,11 +267,11 @@ class SketchRun:
             release_free_memory()
             return function
 
-        return self.cache.once(self._key, find)
+        return self.cache.get_or_compute(self._key, find)
 
     def blocks(self) -> list[slice]:
         """Split the samples into blocks whose input rows and projections fit half of the budget."""
-        first = self.request.rows(slice(0, 1))
+        first = self.request.make_rows(slice(0, 1))
         input_bytes = sum(t.nbytes for t in batch_tensors(first.batch))
         sample_bytes = input_bytes + DOUBLES * self.num_tangents * self.plan.probe.classes
         return slices(self.request.num_samples, max(1, self.request.budget // (2 * sample_bytes)))
@@ -308,10 +308,10 @@ class SketchRun:
         step = self.plan.samples_at_once
         batches: list[ModelInput] = []
         for start in range(block.start, block.stop, step):
-            rows = self.request.rows(slice(start, min(start + step, block.stop)))
+            rows = self.request.make_rows(slice(start, min(start + step, block.stop)))
             batches.append(self.plan.probe.reformat(rows))
         if len(batches) == 1 and num_samples(batches[0].batch) == 1:
-            projected = self._project_together(self.request.rows(block), function)
+            projected = self._project_together(self.request.make_rows(block), function)
             if projected is not None:
                 return projected
         return self._project_one_by_one(batches, function)

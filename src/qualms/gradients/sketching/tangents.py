@@ -214,12 +214,12 @@ def tangents_of_model(
         layers = list(zip(groups.values(), weights, strict=True))
         sketch = settings.sketch or Sketch()
         add_norms = sketch.combine == "sum" and lam is not None
-        others = [entry for entry in cache.found.values() if isinstance(entry, Tangents)]
+        others = [entry for entry in cache.entries.values() if isinstance(entry, Tangents)]
         room = request.budget // 4 - sum(other.nbytes for other in others)
         room = max(0, room)
         return tangents_of_layers(request, layers, add_norms=add_norms, room=room)
 
-    return cache.once(("tangents", lam, tuple(counted)), make)
+    return cache.get_or_compute(("tangents", lam, tuple(counted)), make)
 
 
 def write_signs(place: Tensor, scale: float, noise: torch.Generator) -> None:

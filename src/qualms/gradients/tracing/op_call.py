@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from qualms.errors import reason
-from qualms.gradients.batch import NotBatchable, each_tensor, tensors_in
+from qualms.gradients.batch import NotBatchable, map_tensors, tensors_in
 from qualms.gradients.function_modes import run_function
 from qualms.gradients.precision import same_values
 from qualms.gradients.tracing.factors import GradFactor, Summed
@@ -99,7 +99,7 @@ class OpCall:
         Raises:
             NotBatchable: if the operation does not take the shapes of the replacements.
         """
-        args, kwargs = each_tensor((self.args, self.kwargs), replace)
+        args, kwargs = map_tensors((self.args, self.kwargs), replace)
         try:
             return run_function(self.func, args, kwargs)
         # A RuntimeError too, but not about shapes.
@@ -255,7 +255,7 @@ class OpCall:
         params = [t for t in self.use.arguments if self.is_param(t)]
         copies, argument_nodes = self._copy_params()
         # Views are cloned for the reason that `run` states.
-        out = each_tensor(self._run_with_copies(copies), lambda t: t.clone() if t._is_view() else t)
+        out = map_tensors(self._run_with_copies(copies), lambda t: t.clone() if t._is_view() else t)
         results = [t for t in tensors_in(out) if t.requires_grad]
         if not results:
             raise NotBatchable(f"no result of {self.use.name} is differentiable")
@@ -274,7 +274,7 @@ class OpCall:
 
     def _run_with_copies(self, copies: dict[int, Tensor]) -> Any:
         """Run the operation with the tensors whose ids are in `copies` replaced by these copies."""
-        args, kwargs = each_tensor((self.args, self.kwargs), lambda t: copies.get(id(t), t))
+        args, kwargs = map_tensors((self.args, self.kwargs), lambda t: copies.get(id(t), t))
         return run_function(self.func, args, kwargs)
 
     def _copy_params(self) -> tuple[dict[int, Tensor], list[Any]]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from qualms.gradients.batch import NotBatchable, each_tensor, tensors_in
+from qualms.gradients.batch import NotBatchable, map_tensors, tensors_in
 from qualms.gradients.fallback import error_note
 from qualms.gradients.function_modes import CallMode, run_function
 from qualms.gradients.tracing.factors import GradFactor
@@ -136,7 +136,7 @@ class Recorder(CallMode):
         """
         # Replace the model's parameters by leaves or constants.
         stand_in = self.weights.stand_in
-        args, kwargs = each_tensor((args, kwargs), lambda t: stand_in.get(id(t), t))
+        args, kwargs = map_tensors((args, kwargs), lambda t: stand_in.get(id(t), t))
         tensors = list(tensors_in((args, kwargs)))
         params = [t for t in tensors if id(t) in self._params]
         active = [t for t in tensors if t in self._active]
