@@ -12,7 +12,7 @@ import torch
 from qualms.errors import SlowWarning
 from qualms.gradients.batch import take_samples
 from qualms.gradients.directions import CONTRASTS
-from qualms.gradients.engines.choice import SKETCH_PASSES, row_passes
+from qualms.gradients.engines.choice import SKETCH_PASSES, count_row_passes
 from qualms.gradients.engines.layer_cut import find_layer_cut
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.coherence import Coherence
@@ -146,7 +146,7 @@ def _count_late(context: BatchContext, names: Iterable[str], directions: int) ->
         directions: the number of backward passes.
     """
     request = context.request(GradientPass.of_scorer(context, None).directions, None)
-    return row_passes(request, directions, context.model_context.cache, frozenset(names))
+    return count_row_passes(request, directions, context.model_context.cache, frozenset(names))
 
 
 def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) -> float:
@@ -176,7 +176,7 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
     )
     names = None if late is None else late.names
     plain = context.request(shared.directions, None)
-    return rows * row_passes(plain, directions, model_context.cache, names)
+    return rows * count_row_passes(plain, directions, model_context.cache, names)
 
 
 @torch.no_grad()
