@@ -123,7 +123,7 @@ def estimate_coherence(
             that estimate κ and for those that estimate the sum.
         directions: knows which classes c were sampled.
     """
-    n = directions.sample
+    n = directions.num_shared
     paired = slice(2, 2 + n)
     drawn = slice(2 + n, None)
     # ⟨J_c, J_c'⟩ with J_c = d + b_c, where d is the gradient of the likeliest logit, and b_c the

@@ -265,13 +265,13 @@ class ClassSums:
         # method that needs most classes decides how many are missing: at least one, at most twice
         # as many as were measured.
         room = ((self.tolerance * size).square() - fixed.square()).clamp_min(TINY)
-        measured = tally.number[index]
+        measured = tally.num_drawn[index]
         missing = (error.square() / room).amax(0) * measured - measured
         missing = missing.clamp(1).minimum(2.0 * measured)
         further = (missing / STEP).ceil().long() * STEP
         # Measure all classes rather than more than half of them.
-        further[2 * (measured + further + tally.certain[index].sum(-1)) > classes] = classes
-        is_done = tally.whole[index] | (whole <= self.tolerance * size).all(0)
+        further[2 * (measured + further + tally.is_certain[index].sum(-1)) > classes] = classes
+        is_done = tally.is_complete[index] | (whole <= self.tolerance * size).all(0)
         return value, whole, torch.where(is_done, 0, further)
 
 
