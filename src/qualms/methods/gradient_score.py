@@ -302,10 +302,10 @@ def _sketch(method: GradientScore, context: BatchContext) -> dict[GradientScore,
     request, left_out = _skip_early_layers(request, method.layers, context)
     cache = context.model_context.cache
     for projections, logits in project_gradients(request, method.layers, cache):
-        norms = projections.scale
+        norms = projections.estimate_norms()
         for m in methods:
             columns = shared.columns(m, context)
-            selected = Projections(projections.values[:, :, columns], projections.law)
+            selected = Projections(projections.values[:, :, columns], projections.distribution)
             parts[m].append(_sketched_sum(m, selected, norms[:, columns], logits))
     estimates: dict[GradientScore, Estimate] = {}
     for m, blocks in parts.items():
@@ -332,7 +332,7 @@ def _sketched_sum(
     weights = method.weights_at(logits)
     # `weighted_error` takes the derivative of the sum with respect to each norm: w, or 2 w ‖g‖.
     if method.power == 2:
-        values = weighted_sum(projections.square, weights)
+        values = weighted_sum(projections.estimate_squared_norms(), weights)
         return Estimate(values, projections.weighted_error(norms, 2 * weights * norms))
     return Estimate(
         weighted_sum(norms, weights),

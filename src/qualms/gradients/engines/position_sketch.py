@@ -264,7 +264,7 @@ class PositionSketchEngine:
                 # The expected logits are those of row 0, the sample itself.
                 if i == 0:
                     plan.expected.require_same(z, coarser(z.dtype, plan.probe.precision))
-                products = PositionProducts(i, z, dz)
+                products = PositionProducts(row=i, logits=z, tangents=dz)
                 # Drop all references: the next pass needs the memory. The caller drops its own.
                 del z, dz
                 yield products
