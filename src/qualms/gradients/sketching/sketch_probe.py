@@ -311,10 +311,9 @@ def _describe_mismatch(
                 terms = g.double().flatten() * tangent[name].double().flatten()
                 want += float(terms.sum())
                 sum_of_squares += float(terms.square().sum())
-        if function is forward_mode:
-            tolerance = tolerance_of(coarser(dz.dtype, probe.precision))
-        else:
-            tolerance = DIFFERENCE_TOLERANCE
+        is_exact = function is forward_mode
+        precision = coarser(dz.dtype, probe.precision)
+        tolerance = tolerance_of(precision) if is_exact else DIFFERENCE_TOLERANCE
         # Where terms cancel, rounding errors are relative to the terms, not to their sum.
         magnitude = max(sum_of_squares**0.5, abs(want))
         # `not <=`: NaN counts as a mismatch.
