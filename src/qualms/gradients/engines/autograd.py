@@ -60,7 +60,8 @@ class AutogradEngine:
         """Measure the memory of the first row, and find the order in which parameters are used."""
         first_sample = request.rows(slice(0, 1))
         row_bytes = measure_graph_bytes(request, first_sample.take([0]))
-        return AutogradPlan(row_bytes, use_order(request.model, first_sample, request.selected))
+        order = use_order(request.model, first_sample, request.selected)
+        return AutogradPlan(row_bytes, order)
 
     def run(self, plan: AutogradPlan, request: GradientRequest) -> ClassNorms:
         """Compute the norms, or inner products, of all samples, one sample at a time.
@@ -124,7 +125,9 @@ def plain_autograd(
     Raises:
         QualmsError: if one row and one of its gradients do not fit into memory.
     """
-    gradient_bytes = sum(at_least_float32(p.detach()).nbytes for p in request.selected.values())
+    gradient_bytes = 0
+    for p in request.selected.values():
+        gradient_bytes += at_least_float32(p.detach()).nbytes
     needed = 2 * row_bytes + 2 * gradient_bytes
     require_room(needed, request.limit, "the graph of one row and one of its gradients")
     # Kept graphs may take half of the budget.

@@ -95,7 +95,8 @@ def resolve_engine(
     exact = replace(settings, engine="exact", tolerance=tolerance)
     if settings.tolerance is not None or classes < MIN_CLASSES:
         return exact
-    passes = count_exact_passes(_request_all_classes(model, batch, exact), classes, cache)
+    request = _request_all_classes(model, batch, exact)
+    passes = count_exact_passes(request, classes, cache)
     if passes <= MAX_EXACT_PASSES:
         return exact
     log.info(

@@ -72,19 +72,22 @@ def class_lengths(
         return from_classifier.sqrt()
     w = at_least_float32(weight.detach())
     squared_norms = w.square().sum(-1)
-    best = probs.argmax(-1)
-    # w̄ = w_best + u with u = Σ_{k≠best} p_k (w_k - w_best). As a difference from the likeliest
-    # class, u has no rounding errors where the probability of that class is nearly 1.
-    other_probs = probs.scatter(-1, best[:, None], 0).to(w)
-    u = other_probs @ w - other_probs.sum(-1, keepdim=True) * w[best]
-    mean = w[best] + u
+    likeliest = probs.argmax(-1, keepdim=True)  # the class l of each sample, [b, 1]
+    w_likeliest = w[likeliest[:, 0]]
+    # w̄ = w_l + u with u = Σ_{k≠l} p_k (w_k - w_l): where p_l is nearly 1, the rounding error of u
+    # is small relative to u, while that of w̄ - w_l is not.
+    other_probs = probs.scatter(-1, likeliest, 0).to(w)
+    u = other_probs @ w - other_probs.sum(-1, keepdim=True) * w_likeliest
+    mean = w_likeliest + u
     # ‖w_c - w̄‖²; for the likeliest class it is ‖u‖².
     distances = squared_norms - 2 * mean @ w.T + mean.square().sum(-1, keepdim=True)
-    distances = distances.scatter(-1, best[:, None], u.square().sum(-1, keepdim=True)).clamp_min(0)
+    distances = distances.scatter(-1, likeliest, u.square().sum(-1, keepdim=True))
+    distances = distances.clamp_min(0)
     # The mean of ‖w_c - mean w‖² over the classes is the mean of ‖w_c‖² minus ‖mean w‖².
     unit = squared_norms.mean() - w.mean(0).square().sum()
     unit = unit.clamp_min(torch.finfo(w.dtype).tiny)
-    return ((distances / unit).to(from_classifier) + CLASSIFIER_SHARE * from_classifier).sqrt()
+    from_features = (distances / unit).to(from_classifier)
+    return (from_features + CLASSIFIER_SHARE * from_classifier).sqrt()
 
 
 def class_sizes(
@@ -122,7 +125,8 @@ def inclusion_chances(
     ordered, order = sizes.sort(dim=-1, descending=True)
     # The sum of the sizes from each class on, in this order.
     sum_from_here = ordered.flip(-1).cumsum(-1).flip(-1)
-    left_to_draw = (number - torch.arange(sizes.shape[-1], device=sizes.device)).clamp_min(0)
+    place = torch.arange(sizes.shape[-1], device=sizes.device)
+    left_to_draw = (number - place).clamp_min(0)
     is_large = (ordered * left_to_draw >= sum_from_here) & (left_to_draw > 0)
     # `cumprod` is 1 up to the first class that is not large, then 0.
     is_certain = is_large.long().cumprod(-1).bool()
@@ -197,15 +201,21 @@ class SampledClasses(Directions):
         logits: Logits,
         block_bytes: int,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a block (v, s) of `Cotangents` for each drawn class; s·v is its direction e_c - p.
+        """Yield a pair (v, s) for each drawn class c: its direction e_c - p, divided by r, is s·v.
 
-        The logits of a sample's row 0, the sample without noise, decide which classes are drawn.
+        Args:
+            logits: the logits [b, r, c]: b samples of r rows. Those of a sample's row 0, the sample
+                without noise, decide which classes are drawn.
+            block_bytes: not used, as every block is a single direction.
         """
         classes, _ = self.draw(logits[:, 0])
         for class_of_samples in classes.T:
             yield _scale_to_block(of_class(logits, class_of_samples))
 
-    def draw(self, logits: Float[Tensor, "b c"]) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
+    def draw(
+        self,
+        logits: Float[Tensor, "b c"],
+    ) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
         """Draw m classes for each of b samples; the same ones in every call with the same logits.
 
         Returns:
@@ -245,7 +255,12 @@ class ChosenClasses(Directions):
         logits: Logits,
         block_bytes: int,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a block (v, s) of `Cotangents` for each chosen class; s·v is its direction e_c - p."""
+        """Yield a pair (v, s) for each chosen class c: its direction e_c - p, divided by r, is s·v.
+
+        Args:
+            logits: the logits [b, r, c]: b samples of r rows.
+            block_bytes: not used, as every block is a single direction.
+        """
         for class_of_samples in self.chosen.to(logits.device).T:
             yield _scale_to_block(of_class(logits, class_of_samples))
 
@@ -275,21 +290,27 @@ class ContrastedClasses(SampledClasses):
 
         The choice is random, but the same for all models with this number of classes.
         """
-        mixed = torch.randperm(classes, generator=torch.Generator().manual_seed(classes))
-        return mixed[: self.num_shared]
+        noise = torch.Generator().manual_seed(classes)
+        return torch.randperm(classes, generator=noise)[: self.num_shared]
 
     def _blocks(
         self,
         logits: Logits,
         block_bytes: int,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a block (v, s) of `Cotangents` for each direction s·v: e_l - p, e_l, then e_c - e_l.
+        """Yield a pair (v, s) for each direction, which is s·v: e_l - p, e_l, and all e_c - e_l.
 
-        l is the likeliest class, and c the shared and the drawn classes. The logits of a sample's
-        row 0, the sample without noise, decide l and the drawn classes.
+        l is the likeliest class, and c are the shared and the drawn classes. Directions are divided
+        by the number of rows.
+
+        Args:
+            logits: the logits [b, r, c]: b samples of r rows. Those of a sample's row 0, the sample
+                without noise, decide l and the drawn classes.
+            block_bytes: not used, as every block is a single direction.
         """
         likeliest = logits[:, 0].argmax(-1)
-        shared = self.shared_classes(logits.shape[-1]).to(likeliest).expand(len(likeliest), -1)
+        shared = self.shared_classes(logits.shape[-1]).to(likeliest)
+        shared = shared.expand(len(likeliest), -1)  # the same for all samples
         drawn, _ = self.draw(logits[:, 0])
         e_likeliest = _one_hot(likeliest, logits)
         yield _scale_to_block(of_class(logits, likeliest))
@@ -333,10 +354,10 @@ def _one_hot(
 
 
 def _scale_to_block(direction: Float[Tensor, "1 b r c"]) -> tuple[Tensor, Tensor]:
-    """Scale one direction per sample to a block (v, s) of `Cotangents` with a single direction.
+    """Split one direction per sample into (v, s), with v scaled to a size near 1, by `scale_to_unit`.
 
-    The direction is divided by the number of rows r of a sample, so that the gradients of a
-    sample's rows add up to their mean.
+    The direction is first divided by the number of rows r of a sample, so that the gradients of a
+    sample's rows add up to their mean. v·s is the quotient.
     """
     _, num_samples, num_rows, _ = direction.shape
     return scale_to_unit(direction.flatten(1, 2) / num_rows, num_samples)
@@ -538,7 +559,8 @@ class Tally:
         self.is_complete[indices] = True
 
     def total(
-        self, indices: Int[Tensor, " k"]
+        self,
+        indices: Int[Tensor, " k"],
     ) -> tuple[Float[Tensor, "m k"], Float[Tensor, "m k"]]:
         """Return the estimates of Σ_c t_c of k samples by each method, and their standard errors.
 
@@ -546,8 +568,9 @@ class Tally:
             indices: the indices of the k samples.
         """
         num_drawn = self.num_drawn[indices].clamp_min(1)  # not 0: it divides
-        value = self.exact_sum[:, indices] + self.weighted_estimates[:, indices] / num_drawn
-        return value, self.weighted_squared_errors[:, indices].sqrt() / num_drawn
+        estimates = self.weighted_estimates[:, indices] / num_drawn
+        errors = self.weighted_squared_errors[:, indices].sqrt() / num_drawn
+        return self.exact_sum[:, indices] + estimates, errors
 
 
 def _widening_factor(freedom: Int[Tensor, " b"]) -> Float[Tensor, " b"]:

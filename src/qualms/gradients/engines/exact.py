@@ -122,7 +122,9 @@ class ExactEngine:
         for samples in chunks:
             chunk_request = request.with_directions_of(samples)
             chunk = _Chunk(plan, chunk_request, request.rows(samples), work)
-            run = partial(chunk.run, check, samples) if max_samples else chunk.run_in_parts
+            run = chunk.run_in_parts
+            if max_samples > 0:
+                run = partial(chunk.run, check, samples)
             norms = attempt("run a chunk of samples together", run)
             if isinstance(norms, Fallback):
                 if plan.is_reused:

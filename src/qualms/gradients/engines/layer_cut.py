@@ -269,7 +269,9 @@ class LayerCut:
             self.share = max(self.share, early_share)
             return True
         self.num_early = _count_small_layers(shares, self.tolerance / SAFETY_FACTOR)
-        self.share = float(shares[:, self.num_early - 1].max()) if self.num_early else 0.0
+        self.share = 0.0
+        if self.num_early > 0:
+            self.share = float(shares[:, self.num_early - 1].max())
         # The late layers are others now, so the next sample becomes the typical one.
         self.typical = None
         return False
@@ -355,7 +357,8 @@ def _cumulative_shares(
     Returns:
         The shares along each direction; the last layer's entry is 1.
     """
-    (layer_norms,) = _combine_into_layers(norms, layers, norm)  # [m, l] of the only sample
+    # [m, l] of the only sample.
+    (layer_norms,) = _combine_into_layers(norms, layers, norm)
     weights = layer_weights(len(layers), lam).to(layer_norms)
     cumulative = (layer_norms * weights).cumsum(-1)
     return cumulative / cumulative[:, -1:].clamp_min(TINY)
