@@ -50,7 +50,7 @@ class AutogradEngine:
     """Computes gradients by plain autograd, one sample after the other.
 
     Args:
-        cache: the plans of the model. Not used: every engine takes this argument.
+        cache: the cached plans of the model. Not used: every engine takes this argument.
     """
 
     def __init__(self, cache: PlanCache) -> None:
@@ -68,7 +68,7 @@ class AutogradEngine:
 
         Args:
             plan: what `plan` returned for this request.
-            request: what to compute.
+            request: the samples, and which of their gradients to compute.
         """
         norms_of_samples: list[ClassNorms] = []
         for one_sample in slices(request.num_samples, 1):

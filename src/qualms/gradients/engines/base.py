@@ -29,7 +29,7 @@ class Engine(Protocol[PlanT]):
         """Decide how to handle a request, or return a `Fallback` with the reason why not.
 
         Args:
-            request: what to compute.
+            request: the samples, and which of their gradients to compute.
 
         Returns:
             A plan for `run`: facts about the model, how many samples run at once, and whatever else
@@ -41,7 +41,7 @@ class Engine(Protocol[PlanT]):
 
         Args:
             plan: what `plan` returned for this request.
-            request: what to compute.
+            request: the samples, and which of their gradients to compute.
 
         Returns:
             The norms, or inner products, of the gradients of all samples of the request.
@@ -136,7 +136,7 @@ def run_first(
 
     Args:
         engines: engines in order of preference.
-        request: what to compute.
+        request: the samples, and which of their gradients to compute.
         cache: the model's cache, which warns the user once for each slow fallback.
 
     Raises:

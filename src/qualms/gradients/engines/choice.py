@@ -55,8 +55,8 @@ def engines_for(request: GradientRequest, cache: PlanCache) -> list[Engine[Any]]
     `run_first` runs the first engine whose `plan` does not return a `Fallback`.
 
     Args:
-        request: what to compute.
-        cache: the plans of the model.
+        request: the samples, and which of their gradients to compute.
+        cache: the cached plans and measurements of the model.
     """
     if request.settings.sketch is not None:
         return [SketchEngine(cache)]
@@ -84,7 +84,7 @@ def resolve_engine(
         model: the model, inside `preserve_state`.
         batch: samples like those to be scored.
         classes: the number of classes of the model.
-        cache: the plans of the model, to which the plan made here is added.
+        cache: the cached plans of the model, to which the plan made here is added.
 
     Returns:
         The settings with an engine other than `auto` and a tolerance.
@@ -171,7 +171,7 @@ def count_exact_passes(request: GradientRequest, classes: int, cache: PlanCache)
     Args:
         request: a request for samples like those to be measured.
         classes: the number of classes of the model.
-        cache: the plans of the model, to which the plan made here is added.
+        cache: the cached plans of the model, to which the plan made here is added.
     """
     plan = ExactEngine(cache).plan(request)
     if isinstance(plan, Fallback):
@@ -194,7 +194,7 @@ def count_row_passes(
     Args:
         request: a request for samples like those to be measured.
         directions: the number of gradients for the row, on average.
-        cache: the plans of the model, to which the plan made here is added.
+        cache: the cached plans of the model, to which the plan made here is added.
         names: the names of the parameters whose gradients are wanted; None for all.
     """
     plan = ExactEngine(cache).plan(request)

@@ -55,7 +55,7 @@ class ExactEngine:
     """Computes every gradient exactly, many samples at once.
 
     Args:
-        cache: the plans of the model.
+        cache: the cached plans and measurements of the model.
     """
 
     def __init__(self, cache: PlanCache) -> None:
@@ -65,7 +65,7 @@ class ExactEngine:
         """Reuse the plan of an earlier batch of the same shapes, or make a new plan.
 
         Args:
-            request: what to compute.
+            request: the samples, and which of their gradients to compute.
 
         Returns:
             A plan, or the reason why samples have to run one at a time.
@@ -87,7 +87,7 @@ class ExactEngine:
 
         Args:
             plan: what `plan` returned for this request.
-            request: what to compute.
+            request: the samples, and which of their gradients to compute.
         """
         norms = self._run_chunks(plan, request)
         if isinstance(norms, Fallback):
@@ -106,7 +106,7 @@ class ExactEngine:
 
         Args:
             plan: the plan of the request.
-            request: what to compute.
+            request: the samples, and which of their gradients to compute.
 
         Returns:
             The norms of all samples; or a `Fallback` if a chunk fails its checks and the plan was

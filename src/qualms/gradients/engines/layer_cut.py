@@ -47,7 +47,7 @@ class LayerCutEngine:
     """Leaves out early layers whose share of a score is small; reports norm zero for them.
 
     Args:
-        cache: the plans of the model.
+        cache: the cached plans and measurements of the model.
         run_inner: runs the engine that computes the gradients of the late layers.
     """
 
@@ -76,7 +76,7 @@ class LayerCutEngine:
 
         Args:
             plan: how many early layers to leave out; a failed check lowers the number in place.
-            request: what to compute.
+            request: the samples, and which of their gradients to compute.
 
         Returns:
             The norms of all layers, with zeros for the layers left out.
@@ -100,7 +100,7 @@ def find_layer_cut(
         request: the samples; `settings.tolerance` is the tolerance.
         lam: the smallest λ among the scores, each Σ_l a_l ‖g_l‖ with weights a_l = exp(λ(l - L))
             over layers l = 1..L; None if a score weights all layers equally.
-        cache: the plans of the model.
+        cache: the cached plans and measurements of the model.
 
     Returns:
         The layer cut; None if all layers have to be computed.
@@ -169,9 +169,10 @@ class LayerCut:
         # The sample uses none of the selected parameters.
         if not norms:
             return None
-        relevant = order.relevant(norms, request.selected)
-        groups = group_by_layer(request.model, relevant, request.settings.granularity)
-        layers = list(groups.values())
+        # The parameters that the sample uses, in order of first use.
+        names = order.relevant(norms, request.selected)
+        names_by_layer = group_by_layer(request.model, names, request.settings.granularity)
+        layers = list(names_by_layer.values())
         shares = _cumulative_shares(norms, layers, lam, request.settings.norm)
         tolerance = request.settings.tolerance or 0.0
         num_early = _count_small_layers(shares, tolerance / SAFETY_FACTOR)
@@ -185,6 +186,7 @@ class LayerCut:
 
         Backward passes then stop at the first late layer.
         """
+        # `params` may be a function that says of a name whether the parameter is wanted.
         settings = replace(request.settings, params=self.names.__contains__)
         return replace(request, settings=settings)
 
@@ -206,10 +208,11 @@ class LayerCut:
         return replace(late_norms, values=values, left_out=self.share, num_left_out=self.num_early)
 
     def confirm(self, request: GradientRequest, late_norms: ClassNorms) -> bool:
-        """Check the most unusual sample by `_spot_check`, if a check is due.
+        """If a check is due, measure the most unusual sample in all layers, by `_spot_check`.
 
-        A check is due after every `CHECK_EVERY` samples, or if a sample is more unusual than all
-        samples that were measured in all layers before. Updates this cut's evidence in place.
+        A sample is unusual if a norm of its late layers is far from that of a typical sample. A
+        check is due after every `CHECK_EVERY` samples, or if a sample is more unusual than all that
+        were measured in all layers before. Updates this cut's evidence in place.
 
         Args:
             request: the samples.
@@ -235,9 +238,12 @@ class LayerCut:
         return self._spot_check(request, most_unusual)
 
     def confirm_blindly(self, request: GradientRequest) -> bool:
-        """Check the last sample of the request by `_spot_check`, after every `CHECK_EVERY` samples.
+        """After every `CHECK_EVERY` samples, measure the last one in all layers, by `_spot_check`.
 
         For sketches, which have no norms of layers to find an unusual sample by.
+
+        Args:
+            request: the samples.
 
         Returns:
             Whether the cut still holds. If not, fewer layers are left out from now on, and the

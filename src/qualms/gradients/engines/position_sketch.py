@@ -196,7 +196,7 @@ class PositionSketchEngine:
     with J the Jacobian of the logits.
 
     Args:
-        cache: the plans of the model.
+        cache: the cached plans and measurements of the model.
     """
 
     def __init__(self, cache: PlanCache) -> None:

@@ -25,7 +25,7 @@ class ReferenceEngine:
     """Computes the gradients as the paper states them, one backward pass for each sample and class.
 
     Args:
-        cache: the plans of the model. Not used: every engine takes this argument.
+        cache: the cached plans of the model. Not used: every engine takes this argument.
     """
 
     def __init__(self, cache: PlanCache) -> None:
@@ -40,7 +40,7 @@ class ReferenceEngine:
 
         Args:
             plan: the order of the parameters, from `plan`.
-            request: what to compute.
+            request: the samples, and which of their gradients to compute.
         """
         norms_of_samples: list[ClassNorms] = []
         with all_parameters_differentiable(request.model):

@@ -81,7 +81,7 @@ def project_gradients(
     Args:
         request: the samples, directions and settings.
         lam: λ, by which layer l is weighted with exp(λ(l - L)); None for the plain gradient.
-        cache: the plans of the model.
+        cache: the cached plans and measurements of the model.
 
     Yields:
         The projections of some samples along all directions, and their logits.
@@ -113,7 +113,7 @@ class SketchEngine:
     """Estimates norms from projections of the gradients on random tangents.
 
     Args:
-        cache: the plans of the model.
+        cache: the cached plans and measurements of the model.
     """
 
     def __init__(self, cache: PlanCache) -> None:
@@ -149,7 +149,7 @@ class SketchEngine:
 
         Args:
             plan: what `plan` returned for this request.
-            request: what to compute.
+            request: the samples, and which of their gradients to compute.
 
         Returns:
             Estimated norms [b, m] for b samples and m directions, and their standard errors; keyed
@@ -195,7 +195,7 @@ class SketchEngine:
                 tangent, agrees with plain autograd, or projections are not finite.
         """
         run = SketchRun(plan, request, tangents, self.cache)
-        for block in run.blocks():
+        for block in run.split_into_blocks():
             values, logits = run.project_block(block)
             if not bool(torch.isfinite(values).all()):
                 raise QualmsError(
@@ -253,7 +253,7 @@ class SketchRun:
         plan: the plan of the request.
         request: the samples, directions and settings.
         tangents: random tangents on some or all parameters.
-        cache: the plans of the model.
+        cache: the cached plans and measurements of the model.
     """
 
     plan: SketchPlan
@@ -271,7 +271,7 @@ class SketchRun:
         """The cache key of the function that computes J s."""
         return ("jvp function", self.request.shapes, tuple(self.tangents.parameters))
 
-    def function(self) -> JvpFunction:
+    def find_function(self) -> JvpFunction:
         """Find a function that computes J s as plain autograd does; cached per input shape.
 
         J is the Jacobian of the logits, and s a tangent.
@@ -291,7 +291,7 @@ class SketchRun:
 
         return self.cache.once(self._function_key, find)
 
-    def blocks(self) -> list[slice]:
+    def split_into_blocks(self) -> list[slice]:
         """Split the samples into blocks whose input rows and projections fit half of the budget."""
         first_sample = self.request.rows(slice(0, 1))
         input_bytes = sum(t.nbytes for t in batch_tensors(first_sample.batch))
@@ -307,7 +307,7 @@ class SketchRun:
         that was only checked on samples of an earlier request, a function is chosen again by this
         request's samples, and the block runs again.
         """
-        function = self.function()
+        function = self.find_function()
         try:
             return self._project(block, function)
         except QualmsError:
@@ -315,7 +315,7 @@ class SketchRun:
             if self.plan.check_rows is not None:
                 raise
         self.cache.forget(self._function_key)
-        return self._project(block, self.function())
+        return self._project(block, self.find_function())
 
     def _project(
         self,

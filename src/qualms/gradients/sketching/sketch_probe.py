@@ -86,8 +86,8 @@ class SketchProbe(ModelProfile):
     """Facts about a model, measured on its first rows; `ModelProfile` has further attributes.
 
     Attributes:
-        counted: the names of the parameters of all layers that count in a score, in the order in
-            which the model uses them.
+        counted: the names of the parameters of all layers that count in a score, layer by layer
+            from the input on.
         compare_alone: whether each row of a batch has to be checked against a pass on that row
             alone. Otherwise passes on two halves of the batch are enough to show whether rows
             influence each other.

@@ -222,8 +222,8 @@ def tangents_of_model(
 
     Args:
         request: the request; its settings say how layers are combined.
-        counted: the names of the parameters of all layers that count in a score, in the order in
-            which the model uses them.
+        counted: the names of the parameters of all layers that count in a score, layer by layer
+            from the input on.
         lam: λ of the layer weights exp(λ(l - L)), where L is the last layer; None for no weights.
         cache: the cache of the model, in which the tangents are kept; all tangents in it take at
             most a quarter of the memory budget.
