@@ -282,6 +282,7 @@ def accumulate_chunks(
         block_parts = block.to(logits.dtype).split(max_gradients)
         for cotangents, scale in zip(block_parts, scale_parts, strict=True):
             stop = start + len(cotangents)
+            # Logits do not depend on the direction, so they are verified only once.
             gradients_by_name = row_parts.sum_gradients(cotangents, verify=start == 0)
             for name, gradients in gradients_by_name.items():
                 if name not in values:

@@ -65,9 +65,9 @@ def forward_mode(
         is_stacked: whether `tangent` holds k tangents, [k, …] for each parameter; logits and
             derivative are then [k, rows, c].
     """
-    x = batch_tensors(model_input.batch)[0]
+    images = batch_tensors(model_input.batch)[0]  # if the model takes images at all
     nbytes = sum(s.nbytes for s in tangent.values())
-    to_channels_last = _is_channels_last(x) and nbytes <= MAX_FORMATTED_BYTES
+    to_channels_last = _is_channels_last(images) and nbytes <= MAX_FORMATTED_BYTES
 
     def reformat(t: Tensor) -> Tensor:
         """Copy the weight of a convolution, or its tangent, to channels-last if the images are."""
@@ -80,11 +80,16 @@ def forward_mode(
     for name, s in tangent.items():
         weights[name] = reformat(model.get_parameter(name).detach())
         tangents[name] = reformat(s)
-    logits_at = LogitsAt(model)
-    jvp = partial(torch.func.jvp, lambda values: logits_at(values, model_input), (weights,))
+    logits_at = partial(LogitsAt(model), model_input=model_input)
+
+    def jvp(s: Tangent) -> Any:
+        """Compute the logits and their derivative along a single tangent s."""
+        return torch.func.jvp(logits_at, (weights,), (s,))
+
     with (
         torch.no_grad(),
         warnings.catch_warnings(),
+        # Operations whose own forward-mode derivative is missing or not what autograd computes.
         attention_with_forward_rule(),
         ConstantPadding(),
         Unrolled(),
@@ -93,11 +98,9 @@ def forward_mode(
         warnings.simplefilter("ignore", DeprecationWarning)
         if is_stacked:
             # "same": noise on embeddings is drawn inside the pass, one draw for all tangents.
-            jvp_of_each = torch.vmap(lambda s: jvp((s,)), randomness="same")
-            result: Any = jvp_of_each(tangents)
+            logits, derivative = torch.vmap(jvp, randomness="same")(tangents)
         else:
-            result = jvp((tangents,))
-    logits, derivative = result
+            logits, derivative = jvp(tangents)
     return Jvp(logits.detach(), derivative.detach())
 
 

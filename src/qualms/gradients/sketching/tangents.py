@@ -72,8 +72,9 @@ class TangentDistribution:
         tangent: Tangent = {}
         for names, weight in self.layers:
             scale = weight
-            # Divide by one normal number that all parameters of the layer share.
+            # All parameters of the layer are divided by the same normal number.
             if self.projection_distribution == "cauchy":
+                # No parameter has this name, so the number is independent of all entries.
                 noise = _generator(self.seed, f"{min(names)} in common", index)
                 divisor = torch.randn((), generator=noise, dtype=torch.double)
                 scale = weight / float(divisor)
