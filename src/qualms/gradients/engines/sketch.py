@@ -94,7 +94,7 @@ def project_gradients(
 
 @dataclass
 class SketchPlan:
-    """How the samples of a request are sketched.
+    """How the norms of a request's gradients are estimated from projections on random tangents.
 
     Attributes:
         probe: facts about the model, measured on the first rows.
@@ -329,7 +329,8 @@ class SketchRun:
 
         Args:
             block: the indices of the samples.
-            function: computes J s for a batch of rows and one tangent s.
+            function: computes J s, the derivative of the logits along a tangent s, for a batch of
+                rows.
         """
         step = self.plan.samples_at_once
         batches: list[ModelInput] = []
@@ -354,7 +355,8 @@ class SketchRun:
 
         Args:
             batches: the rows of the block's samples, batch by batch.
-            function: computes J s for a batch of rows and one tangent s.
+            function: computes J s, the derivative of the logits along a tangent s, for a batch of
+                rows.
 
         Returns:
             The projections [k, b, m] and the logits [b, c] of the block's b samples, for k tangents
@@ -384,9 +386,11 @@ class SketchRun:
     def _project_rows(self, rows: ModelInput, product: Jvp) -> Float[Tensor, "b m"]:
         """Compute v·(J s) for each sample and direction v, averaged over the rows of the sample.
 
+        J s is the derivative of the logits along a tangent s on the parameters.
+
         Args:
             rows: the rows of the samples.
-            product: the logits of these rows, and J s for one tangent s.
+            product: the logits of these rows, and J s.
         """
         samples_and_rows = (-1, rows.rows_per_sample)
         z = product.logits.unflatten(0, samples_and_rows)
@@ -442,6 +446,8 @@ class SketchRun:
 
     def _run_stacked(self, row: ModelInput, per_pass: int) -> Jvp:
         """Compute the logits [1, c] of a row, and J s [k, 1, c] for all k tangents s.
+
+        J s is the derivative of the logits along a tangent s on the parameters.
 
         Args:
             row: the row.
