@@ -140,7 +140,7 @@ def plain_autograd(
         graphs = SampleGraphs(sample_request, rows, num_kept_graphs)
         norms_of_samples.append(
             ClassNorms(
-                values=_measure(graphs, gradient_bytes),
+                values=_measure_sample(graphs, gradient_bytes),
                 # Of row 0, the sample itself; the slice keeps the sample axis.
                 logits=graphs.logits[:1],
                 without_rule=set(request.selected),
@@ -160,7 +160,7 @@ def measure_graph_bytes(request: GradientRequest, row: ModelInput) -> int:
     return total_in_list[0]
 
 
-def _measure(graphs: "SampleGraphs", gradient_bytes: int) -> dict[str, Tensor]:
+def _measure_sample(graphs: "SampleGraphs", gradient_bytes: int) -> dict[str, Tensor]:
     """Compute norms [1, m], or inner products [1, m, m], of one sample's gradients by parameter.
 
     m is the number of directions.
@@ -231,9 +231,10 @@ def _compute_inner_products(
     for start in range(0, m, block_size):
         block = _GradientBlock(start, min(block_size, m - start))
         for j, (gradient, scale) in enumerate(graphs.compute_gradients(start), start):
-            for name, products in block.multiply(j, gradient, scale).items():
+            for name, products in block.add_and_multiply(j, gradient, scale).items():
                 if name not in values:
                     values[name] = products.new_zeros(1, m, m)
+                # The products with gradients `start` to `stop - 1`; the matrix is symmetric.
                 stop = start + len(products)
                 values[name][0, start:stop, j] = products
                 values[name][0, j, start:stop] = products
@@ -257,16 +258,16 @@ class _GradientBlock:
         self.normalized: dict[str, Tensor] = {}
         # For each parameter's name the largest absolute entry [size] of each gradient.
         self.maxima: dict[str, Tensor] = {}
-        # The factor `scale` of each gradient that the block holds so far, as given to `multiply`.
+        # The factor `scale` of each gradient that the block holds so far, in order.
         self.scales: list[Tensor] = []
 
-    def multiply(
+    def add_and_multiply(
         self,
         index: int,
         gradient: Gradient,
         scale: Float[Tensor, ""],
     ) -> dict[str, Float[Tensor, " n"]]:
-        """Compute the inner products of a gradient with the block's; first add it if there is room.
+        """Add a gradient to the block if there is room; compute its inner products with the block.
 
         So the first `size` gradients become part of the block, and are multiplied with themselves.
 
