@@ -18,7 +18,6 @@ is taken. `SketchEngine.plan` probes the first rows. `run` and `project` compare
 plain autograd and between batches before they use them (`sketching/sketch_probe.py`).
 """
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -53,7 +52,6 @@ from qualms.gradients.sketching.tangents import (
     tangents_of_model,
 )
 
-log = logging.getLogger("qualms")
 # The number of first samples that the probe gets; it runs three of their rows by plain autograd.
 PROBED_SAMPLES = 8
 # An operation's result for all rows may take so many bytes and stay in the CPU's cache.
