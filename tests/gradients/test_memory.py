@@ -125,7 +125,7 @@ def test_large_windows_need_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     model(x)
     model, x = model.double(), x.double()
     whole = qualms.class_gradient_norms(model, x, batch_size=1)
-    monkeypatch.setattr("qualms.gradients.tracing.outer_product.LARGE", 0)
+    monkeypatch.setattr("qualms.gradients.tracing.outer_product.MAX_WINDOW_ENTRIES", 0)
     torch.testing.assert_close(
         qualms.class_gradient_norms(model, x, batch_size=1).norms, whole.norms
     )

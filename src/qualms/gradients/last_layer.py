@@ -408,9 +408,9 @@ class FeatureGradients:
         """
         assert self.factor is not None
         if self.outer is not None:
-            self.kept.append(self.outer.delta(deltas))
+            self.kept.append(self.outer.compute_delta(deltas))
         else:
-            self.kept.append(self.factor.gradient.write(deltas).flatten(1)[:, None])
+            self.kept.append(self.factor.gradient.compute(deltas).flatten(1)[:, None])
 
     def squares(
         self,

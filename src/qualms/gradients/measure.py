@@ -73,7 +73,7 @@ def full_gradients(
         deltas = pullback.cotangents_of(factor, at)
         if deltas is not None:
             with error_note(f"the gradient of {name}"):
-                gradients[name] = factor.gradient.write(deltas)
+                gradients[name] = factor.gradient.compute(deltas)
     return gradients | pullback.sum_shared(at)
 
 
@@ -189,7 +189,7 @@ class Pullback:
             target = factor.target
             names = sorted(roots(target, self.weights))
             with error_note("the gradient of " + ", ".join(names)):
-                gradient = factor.gradient.write(deltas)
+                gradient = factor.gradient.compute(deltas)
             if id(target) in self.weights.names:
                 add(self.weights.names[id(target)], gradient)
                 continue
@@ -288,7 +288,7 @@ def _size_of_factor(
         return gradient.squared_norm(deltas, directions)
     if isinstance(gradient, Outer) and gradient.sizes.positions == 1:
         return gradient.l1_norm(deltas)
-    return size_of(gradient.write(deltas), kind)
+    return size_of(gradient.compute(deltas), kind)
 
 
 def size_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
@@ -358,7 +358,7 @@ def _inner_products_of_factor(
         return None
     if isinstance(factor.gradient, Outer):
         return factor.gradient.inner_products_along(deltas_of_directions)
-    return _inner_products([factor.gradient.write(deltas) for deltas in deltas_of_directions])
+    return _inner_products([factor.gradient.compute(deltas) for deltas in deltas_of_directions])
 
 
 def _inner_products(gradients: list[Tensor]) -> Float[Tensor, "b m m"]:

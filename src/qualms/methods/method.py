@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.errors import QualmsError, warn_renamed
+from qualms.deprecated import warn_renamed
+from qualms.errors import QualmsError
 from qualms.gradients.settings import Smoothing
 from qualms.methods.context import BatchContext
 from qualms.parameters import Rule, check_parameters

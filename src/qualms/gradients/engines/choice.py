@@ -186,10 +186,11 @@ def count_row_passes(
     cache: PlanCache,
     names: frozenset[str] | None = None,
 ) -> float:
-    """Count the cost of some gradients of one row by the exact engine, in forward passes.
+    """Count the cost of some gradients of one row, in forward passes.
 
-    If samples of the request cannot be traced, plain autograd is counted instead. The plain forward
-    pass that the traced one is compared with is not counted: all scores share it.
+    It is the cost by the exact engine; by plain autograd for the reference engine, and if samples
+    of the request cannot be traced. The plain forward pass that the traced one is compared with is
+    not counted: all scores share it.
 
     Args:
         request: a request for samples like those to be measured.
@@ -197,9 +198,13 @@ def count_row_passes(
         cache: the cached plans of the model, to which the plan made here is added.
         names: the names of the parameters whose gradients are wanted; None for all.
     """
+    autograd_passes = 1 + AUTOGRAD_PASSES * directions
+    # The reference engine computes each gradient by plain autograd.
+    if request.settings.engine == "reference":
+        return autograd_passes
     plan = ExactEngine(cache).plan(request)
     if isinstance(plan, Fallback):
-        return 1 + AUTOGRAD_PASSES * directions
+        return autograd_passes
     # The exact engine takes one more backward pass, which shows that samples do not mix.
     backward_passes = directions + 1
     return 1 + backward_passes * plan.pass_cost(round(directions), names)
