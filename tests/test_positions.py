@@ -194,13 +194,13 @@ def test_pixels_of_a_segmentation_have_the_shape_of_the_image(method: str) -> No
 
 
 @pytest.mark.slow
-def test_several_tangents_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_count_tangents_per_pass_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = language.gpt2(), language.text()
     methods = ["regrad+layers", "fisher", "regrad+smooth(0.1,2)"]
     several = qualms.Scorer(model, methods, class_dim=-1)(
         batch, targets=qualms.next_tokens(batch["input_ids"])
     )
-    monkeypatch.setattr(position_sketch, "_tangents_at_once", lambda *_: 1)
+    monkeypatch.setattr(position_sketch, "_count_tangents_per_pass", lambda *_: 1)
     alone = qualms.Scorer(model, methods, class_dim=-1)(
         batch, targets=qualms.next_tokens(batch["input_ids"])
     )

@@ -135,7 +135,9 @@ def check_sketch(network: Network, smooth: bool, figures: Figures) -> None:
         plan = engine.plan(job)
         drawn = tangents_of_layers(job, [(list(job.selected), 1.0)])
         ((sample, logits),) = engine.project(plan, job, drawn)
-        by_differences = SketchRun(plan, job, drawn, engine.cache).function() is not forward_mode
+        by_differences = (
+            SketchRun(plan, job, drawn, engine.cache).find_function() is not forward_mode
+        )
         figures.by_differences += by_differences
         for i in range(len(logits)):
             want, size = projections(

@@ -285,8 +285,8 @@ def test_classes_that_were_measured_count_when_more_are_needed() -> None:
             tally.add(every, classes, chances, terms.gather(-1, classes)[None], spread)
         value, error = tally.total(every)
         found.append(torch.stack([value[0], error[0]]))
-    assert tally.certain.any(-1).all()
-    assert (tally.number < 32).all()  # what is certain is measured once
+    assert tally.is_certain.any(-1).all()
+    assert (tally.num_drawn < 32).all()  # what is certain is measured once
     value, error = torch.stack(found).unbind(1)
     true = value.std(0)
     assert ((value.mean(0) - terms.sum(-1)).abs() < 4 * true / 400**0.5).all()

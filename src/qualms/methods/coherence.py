@@ -130,7 +130,7 @@ def estimate_coherence(
             for the classes c from which κ is estimated, then for those drawn for the sum.
         directions: the directions, which hold the sampled classes c.
     """
-    n = directions.sample
+    n = directions.num_shared
     # Where the classes for κ and those for the sum are on the axis m.
     paired = slice(2, 2 + n)
     drawn = slice(2 + n, None)
@@ -232,7 +232,7 @@ class Coherence(Method):
         return ContrastedClasses(
             names=("contrasted",),
             sizes=partial(guess_class_sizes, context.head_weight),
-            number=DRAWN,
+            num_drawn=DRAWN,
             seed=context.seed,
-            sample=PAIRED,
+            num_shared=PAIRED,
         )

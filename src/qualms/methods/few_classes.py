@@ -210,7 +210,7 @@ class ClassSums:
             # The engine's own logits decide the draw. If inputs influence each other it runs each
             # input alone, and these logits differ from those of the plain forward pass.
             sizes = _create_size_function(self.methods, self.head)
-            sample = SampledClasses(("drawn",), sizes=sizes, number=number, seed=seed)
+            sample = SampledClasses(("drawn",), sizes=sizes, num_drawn=number, seed=seed)
             table = self._measure_norms(index, sample)
             # The classes that the engine has drawn: the same logits give the same draw.
             classes, chances = sample.draw(table.logits)
@@ -286,15 +286,15 @@ class ClassSums:
         # method that needs most classes decides how many are missing: at least one, at most twice
         # as many as were measured.
         allowed = (self.tolerance * magnitudes).square() - layer_errors.square()
-        num_measured = tally.number[index]
+        num_measured = tally.num_drawn[index]
         needed_ratio = (sampling_errors.square() / allowed.clamp_min(TINY)).amax(0)
         missing = needed_ratio * num_measured - num_measured
         missing = missing.clamp(1).minimum(2.0 * num_measured)
         further = (missing / STEP).ceil().long() * STEP
         # Measure all classes rather than more than half of them.
-        num_certain = tally.certain[index].sum(-1)
+        num_certain = tally.is_certain[index].sum(-1)
         further[2 * (num_measured + further + num_certain) > num_classes] = num_classes
-        is_done = tally.whole[index] | (errors <= self.tolerance * magnitudes).all(0)
+        is_done = tally.is_complete[index] | (errors <= self.tolerance * magnitudes).all(0)
         return values, errors, torch.where(is_done, 0, further)
 
 
@@ -320,7 +320,7 @@ def layer_sums_by_few_classes(
     """
     sizes = _create_size_function([method], head)
     seed = request.settings.seed
-    sample = SampledClasses(("drawn",), sizes=sizes, number=FOR_LAYERS, seed=seed)
+    sample = SampledClasses(("drawn",), sizes=sizes, num_drawn=FOR_LAYERS, seed=seed)
     table = layer_table([replace(request, directions=sample)], cache)
     # The classes that the engine has drawn: the same logits give the same draw.
     classes, chances = sample.draw(table.logits)

@@ -316,7 +316,7 @@ def _estimate_by_sketch(
     request, skipped_share = _skip_early_layers(request, method.layers, context)
     cache = context.model_context.cache
     for projections, logits in project_gradients(request, method.layers, cache):
-        norms = projections.scale
+        norms = projections.estimate_norms()
         for m in methods:
             columns = shared_pass.columns(m, context)
             selected = replace(projections, values=projections.values[:, :, columns])
@@ -350,7 +350,7 @@ def _estimate_from_projections(
     # The error of the sum is, to first order, that of the norms times the derivative of the sum
     # with respect to each norm: w_m if n = 1, and 2 w_m ‖g_m‖ if n = 2.
     if method.power == 2:
-        values = weighted_sum(projections.square, weights)
+        values = weighted_sum(projections.estimate_squared_norms(), weights)
         derivatives = 2 * weights * norms
     else:
         values = weighted_sum(norms, weights)

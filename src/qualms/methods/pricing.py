@@ -13,7 +13,7 @@ import torch
 from qualms.errors import SlowWarning
 from qualms.gradients.batch import take_samples
 from qualms.gradients.directions import CONTRASTS
-from qualms.gradients.engines.choice import SKETCH_PASSES, row_passes
+from qualms.gradients.engines.choice import SKETCH_PASSES, count_row_passes
 from qualms.gradients.engines.layer_cut import find_layer_cut
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.coherence import Coherence
@@ -155,7 +155,7 @@ def _count_late_gradients(context: BatchContext, names: Iterable[str], direction
         directions: the number of directions along which gradients are taken.
     """
     request = context.create_request(GradientPass.of_scorer(context, None).directions, None)
-    return row_passes(request, directions, context.model_context.cache, frozenset(names))
+    return count_row_passes(request, directions, context.model_context.cache, frozenset(names))
 
 
 def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) -> float:
@@ -185,7 +185,7 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
     cut = find_layer_cut(request, shared_pass.lam, model_context.cache)
     late_names = None if cut is None else cut.names
     unsmoothed_request = context.create_request(shared_pass.directions, None)
-    return rows * row_passes(unsmoothed_request, directions, model_context.cache, late_names)
+    return rows * count_row_passes(unsmoothed_request, directions, model_context.cache, late_names)
 
 
 @torch.no_grad()
