@@ -41,7 +41,7 @@ from qualms.tasks.text_benchmark import (
     span_lengths,
     span_means,
 )
-from qualms.tasks.token_scores import ScoredWindows, about, score_windows
+from qualms.tasks.token_scores import ScoredWindows, describe_language_model, score_windows
 from qualms.tasks.windows import Windows
 
 RESULTS = Path(__file__).parent / "results" / "text.jsonl"
@@ -84,7 +84,7 @@ def scored(model: LanguageModel, text: Windows, run: Run, journal: Journal) -> S
 def score() -> None:
     """A row for each method of each run: all other texts beside the known one, and errors on that."""
     model = language()
-    with Journal(TOKENS, about(model)) as journal:
+    with Journal(TOKENS, describe_language_model(model)) as journal:
         for run in RUNS:
             key = {
                 "part": "score",
@@ -126,7 +126,7 @@ def leads() -> None:
     model, first = language(), RUNS[0]
     if read(part="leads"):
         return
-    with Journal(TOKENS, about(model)) as journal:
+    with Journal(TOKENS, describe_language_model(model)) as journal:
         found = {
             name: add_baselines(scored(model, windows(name, model), first, journal))
             for name in (KNOWN, *first.others)
@@ -160,7 +160,7 @@ def tangents() -> None:
     texts.
     """
     model = language()
-    with Journal(TOKENS, about(model)) as journal:
+    with Journal(TOKENS, describe_language_model(model)) as journal:
         texts = [windows(name, model, FEW) for name in (KNOWN, *TWO)]
 
         def values(k: int, seed: int) -> dict[str, np.ndarray]:
@@ -226,7 +226,7 @@ def hybrid() -> None:
     on the others.
     """
     model = language()
-    with Journal(TOKENS, about(model)) as journal:
+    with Journal(TOKENS, describe_language_model(model)) as journal:
         for seed in (0, 1, 2):
             if read(part="hybrid", seed=seed):
                 continue

@@ -95,6 +95,8 @@ def test_the_methods_page_lists_every_method() -> None:
     for kind in METHODS:
         assert f"| `{kind.name}` |" in text, kind.name
         assert f"| {kind.cost}" in text, (kind.name, kind.cost)
+    rows = set(re.findall(r"^\| `([\w-]+)` \|", text, flags=re.MULTILINE))
+    assert rows <= {kind.name for kind in METHODS}
 
 
 def test_the_path_of_a_tensor_names_what_there_is() -> None:

@@ -194,13 +194,13 @@ def test_pixels_of_a_segmentation_have_the_shape_of_the_image(method: str) -> No
 
 
 @pytest.mark.slow
-def test_several_tangents_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_count_tangents_per_pass_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = language.gpt2(), language.text()
     methods = ["regrad+layers", "fisher", "regrad+smooth(0.1,2)"]
     several = qualms.Scorer(model, methods, class_dim=-1)(
         batch, targets=qualms.next_tokens(batch["input_ids"])
     )
-    monkeypatch.setattr(position_sketch, "_tangents_at_once", lambda *_: 1)
+    monkeypatch.setattr(position_sketch, "_count_tangents_per_pass", lambda *_: 1)
     alone = qualms.Scorer(model, methods, class_dim=-1)(
         batch, targets=qualms.next_tokens(batch["input_ids"])
     )
@@ -795,7 +795,7 @@ def test_tangents_that_could_not_all_be_drawn_are_drawn_again(
     model, batch = language.gpt2(), language.text()
     scorer = qualms.Scorer(model, "fisher", class_dim=-1)
     want = scorer(batch).scores["fisher"]
-    (tangents,) = (one for one in scorer._cache.found.values() if isinstance(one, Tangents))
+    (tangents,) = (one for one in scorer._cache.entries.values() if isinstance(one, Tangents))
     draw = TangentDistribution.draw
     assert tangents.stack_range == (0, 16)
     monkeypatch.setattr(

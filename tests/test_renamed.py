@@ -50,6 +50,8 @@ def test_concatenated_is_concatenate() -> None:
         ("qualms.data", "Normalisation", "Normalization"),
         ("qualms.models", "normalisation_of", "normalization_of"),
         ("qualms.threshold", "MadeBy", "Provenance"),
+        ("qualms.training", "Fitted", "TrainingResult"),
+        ("qualms.texts.document_scores", "scored_documents", "score_documents"),
     ],
 )
 def test_an_old_name_is_the_new_one(module: str, old: str, new: str) -> None:
@@ -58,3 +60,51 @@ def test_an_old_name_is_the_new_one(module: str, old: str, new: str) -> None:
         assert getattr(home, old) is getattr(home, new)
     with pytest.raises(AttributeError, match="nothing"):
         home.nothing  # noqa: B018
+
+
+def test_former_names_of_attributes_are_read() -> None:
+    from qualms.data import DATASETS, Images, ImageTransform, Normalization
+    from qualms.models import ZOO, Preprocessing
+
+    halves = Normalization((0.5,), (0.5,))
+    with pytest.warns(DeprecationWarning, match="use (transform|normalization)="):
+        found = Preprocessing(fit=ImageTransform((8, 8)), normalisation=halves)
+    assert found == Preprocessing(halves, ImageTransform((8, 8)))
+    images = Images("blank", torch.zeros(1, 3, 4, 4, dtype=torch.uint8), None)
+    for owner, old, new in (
+        (found, "fit", "transform"),
+        (found, "normalisation", "normalization"),
+        (DATASETS["mnist"], "normalisation", "normalization"),
+        (ZOO["imagenet-efficientnet-lite0"], "normalisation", "normalization"),
+    ):
+        with pytest.warns(DeprecationWarning, match=rf"\.{old} is deprecated; use .*\.{new}"):
+            assert getattr(owner, old) == getattr(owner, new) is not None
+    with pytest.warns(DeprecationWarning, match=r"use Images\.convert"):
+        assert torch.equal(images.fitted(1, 2).pixels, images.convert(1, 2).pixels)
+
+
+def test_former_names_of_arguments_are_taken(tmp_path: Path) -> None:
+    from qualms.data import Images, ImageTransform, Normalization, load
+    from qualms.training import Recipe, fit
+
+    transform = ImageTransform((4, 4))
+    with pytest.warns(DeprecationWarning, match="use transform="):
+        assert torch.equal(load("digits", fit=transform).pixels, load("digits", size=4).pixels)
+    pixels = torch.randint(0, 256, (40, 1, 4, 4), dtype=torch.uint8)
+    images = Images("noise", pixels, torch.arange(40) % 2)
+    seen: list[tuple[str, int, int]] = []
+    with pytest.warns(DeprecationWarning, match="is deprecated; use") as caught:
+        fit(
+            nn.Sequential(nn.Flatten(), nn.Linear(16, 2)),
+            images,
+            Recipe(epochs=1, rate=0.1),
+            normalisation=Normalization((0.5,), (0.5,)),
+            tell=lambda *step: seen.append(step),
+        )
+    assert {str(one.message) for one in caught} == {
+        "normalisation= is deprecated; use normalization=.",
+        "tell= is deprecated; use progress=.",
+    }
+    assert seen[-1] == ("epochs", 1, 1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
+        load("digits", nothing=1)

@@ -539,7 +539,7 @@ assert resident() - before < 20 * 2**20, resident() - before
     for i in range(20):
         learnt.keep(("probe", i), i)
         learnt.get(("probe", 0), int)
-    assert len(learnt.found) == MAX_PER_KIND
+    assert len(learnt.entries) == MAX_PER_KIND
     assert learnt.get(("probe", 0), int) == 0  # asked for all the time
 
 

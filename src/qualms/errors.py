@@ -1,6 +1,5 @@
 """The error that qualms raises for anything a user can fix, and the warnings it issues."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -121,11 +120,3 @@ def explain_failure(
         if isinstance(error, (QualmsError, *let_through)):
             raise
         raise explain(error) from error
-
-
-def warn_renamed(old: str, new: str) -> None:
-    """Warn, where a deprecated name is used, that it has a new one.
-
-    The warning points to the code that called the deprecated function (`stacklevel=3`).
-    """
-    warnings.warn(f"{old} is deprecated; use {new}.", DeprecationWarning, stacklevel=3)

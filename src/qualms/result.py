@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qualms.errors import QualmsError, warn_renamed
+from qualms.deprecated import RenamedAttribute
+from qualms.errors import QualmsError
 from qualms.threshold import Threshold
 
 Table = dict[str, list[Any]]
@@ -167,11 +168,7 @@ class Scored:
             sequence=_join([part.sequence for part in parts]),
         )
 
-    @staticmethod
-    def concatenated(parts: "Iterable[Scored]") -> "Scored":
-        """Deprecated: use `concatenate`."""
-        warn_renamed("Scored.concatenated", "Scored.concatenate")
-        return Scored.concatenate(parts)
+    concatenated = RenamedAttribute("concatenate")
 
     @property
     def _kind(self) -> tuple[object, ...]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from qualms.errors import QualmsError, UnitsWarning, warn_renamed
+from qualms.deprecated import RenamedAttribute
+from qualms.errors import QualmsError, UnitsWarning
 from qualms.gradients.batch import Batch, batch_tensors, num_samples, take_samples
 from qualms.gradients.engines.choice import resolve_engine
 from qualms.gradients.input_data import batches, numbered_batches
@@ -237,11 +238,7 @@ class Scorer:
             )
         return self._describe_scores()
 
-    @property
-    def made_by(self) -> Provenance:
-        """Deprecated: use `provenance`."""
-        warn_renamed("Scorer.made_by", "Scorer.provenance")
-        return self.provenance
+    made_by = RenamedAttribute("provenance")
 
     def choose_engine(self, x: Any) -> Settings:
         """Decide now what `engine="auto"` would decide on the first batch.
@@ -338,7 +335,7 @@ class Scorer:
                 self._gradient_methods(),
                 self._cache,
                 self._method_cache,
-                compares=self._positions is None and self._runs_exact_engine(),
+                compares_logits=self._positions is None and self._runs_exact_engine(),
             )
 
     def __getstate__(self) -> dict[str, Any]:

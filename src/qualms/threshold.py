@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from qualms.deprecated import RenamedAttribute, renamed_arguments, renamed_in
 from qualms.disk import atomic_write, explain_write_failure
-from qualms.errors import QualmsError, warn_renamed
+from qualms.errors import QualmsError
 from qualms.metrics.binomial import binomial_cdf, least_inputs
 from qualms.provenance import Provenance, finite_float
 
@@ -57,20 +58,16 @@ class Threshold:
     provenance: Provenance | None = None
     reference: tuple[float, ...] = field(default=(), repr=False)
 
-    @property
-    def made_by(self) -> Provenance | None:
-        """Deprecated: use `provenance`."""
-        warn_renamed("Threshold.made_by", "Threshold.provenance")
-        return self.provenance
+    made_by = RenamedAttribute("provenance")
 
     @classmethod
+    @renamed_arguments(made_by="provenance")
     def from_scores(
         cls,
         scores: Any,
         coverage: float = 0.95,
         *,
         provenance: Provenance | None = None,
-        made_by: Provenance | None = None,
     ) -> "Threshold":
         """Calibrate the smallest threshold that accepts at least a share `coverage` of the scores.
 
@@ -78,10 +75,7 @@ class Threshold:
             scores: the scores of inputs that the model knows, such as a validation set.
             coverage: the share to accept, above 0 and at most 1.
             provenance: how the scores were computed, for a `Scorer` to compare.
-            made_by: deprecated; use `provenance`.
         """
-        if made_by is not None:
-            warn_renamed("made_by=", "provenance=")
         s = _as_scores(scores).sort().values
         if not 0 < coverage <= 1:
             raise QualmsError(
@@ -90,9 +84,10 @@ class Threshold:
             )
         accepted = max(1, math.ceil(coverage * len(s) - _ROUNDING))
         value, rule = float(s[accepted - 1]), f"coverage {coverage:g}"
-        return cls(value, len(s), rule, provenance or made_by, _thin_out(s))
+        return cls(value, len(s), rule, provenance, _thin_out(s))
 
     @classmethod
+    @renamed_arguments(made_by="provenance")
     def from_labels(
         cls,
         scores: Any,
@@ -101,7 +96,6 @@ class Threshold:
         confidence: float | None = None,
         *,
         provenance: Provenance | None = None,
-        made_by: Provenance | None = None,
     ) -> "Threshold":
         """Calibrate the largest threshold at which at most a share `risk` of the accepted inputs is
         wrong.
@@ -121,10 +115,7 @@ class Threshold:
             confidence: the probability that the error rate of future inputs is at most `risk`; None
                 to look at the given inputs alone.
             provenance: how the scores were computed, for a `Scorer` to compare.
-            made_by: deprecated; use `provenance`.
         """
-        if made_by is not None:
-            warn_renamed("made_by=", "provenance=")
         s = _as_scores(scores)
         right = torch.as_tensor(correct).detach().cpu().flatten().to(torch.bool)
         if len(right) != len(s):
@@ -145,7 +136,7 @@ class Threshold:
             rule += f" at confidence {confidence:g}"
             limit = _certified_limit(s, mistakes, risk, confidence)
             value = _next_below(limit, torch.as_tensor(scores).dtype)
-        return cls(value, len(s), rule, provenance or made_by, _thin_out(s))
+        return cls(value, len(s), rule, provenance, _thin_out(s))
 
     def accept(self, scores: Any) -> Bool[Tensor, "..."]:
         """Decide which inputs the model can be trusted with.
@@ -413,9 +404,4 @@ def _explain_missing_labels(
     )
 
 
-def __getattr__(name: str) -> Any:
-    """Look up a deprecated name, and warn that it has a new one."""
-    if name != "MadeBy":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warn_renamed("qualms.threshold.MadeBy", "qualms.threshold.Provenance")
-    return Provenance
+__getattr__ = renamed_in(__name__, MadeBy=Provenance)

@@ -144,4 +144,4 @@ def test_debug_shows_the_traceback_of_a_process(tmp_path: Path) -> None:
     assert (plain.returncode, shown.returncode) == (1, 1)
     assert plain.stderr.count("\n") == 1
     assert "Traceback" in shown.stderr
-    assert "paper_tables.py" in shown.stderr
+    assert "reproduce_command.py" in shown.stderr

@@ -238,6 +238,8 @@ def test_a_threshold_is_read_as_it_was_written_or_not_at_all(
         {"scored": "1", "rejected": 0, "accepted": None},
         {"scored": 1, "rejected": -1, "accepted": None},
         {"scored": 1, "rejected": 0, "accepted": 2},
+        {"scored": 1, "rejected": 0, "accepted": False},
+        {"scored": 1, "rejected": 0, "accepted": ""},
         "DEEP",
     ],
 )

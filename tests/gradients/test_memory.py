@@ -125,7 +125,7 @@ def test_large_windows_need_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     model(x)
     model, x = model.double(), x.double()
     whole = qualms.class_gradient_norms(model, x, batch_size=1)
-    monkeypatch.setattr("qualms.gradients.tracing.outer_product.LARGE", 0)
+    monkeypatch.setattr("qualms.gradients.tracing.outer_product.MAX_WINDOW_ENTRIES", 0)
     torch.testing.assert_close(
         qualms.class_gradient_norms(model, x, batch_size=1).norms, whole.norms
     )
@@ -153,7 +153,7 @@ def test_blocks_of_directions_are_all_directions() -> None:
     whole = torch.cat([DIRECTIONS[name](z) for name in wanted.names]).flatten(1, 2) / 2
     blocks = [
         v.unflatten(1, (3, 2)) * s[:, :, None, None]
-        for v, s in wanted.along(z, 8 * z.numel() * 2).blocks()
+        for v, s in wanted.cotangents_at(z, 8 * z.numel() * 2).blocks()
     ]
     assert [len(block) for block in blocks] == [2, 2, 1, 1, 2, 2, 1]
     assert torch.equal(torch.cat(blocks).flatten(1, 2), whole)

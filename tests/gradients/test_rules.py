@@ -136,11 +136,11 @@ def score_by_sketch(of: nn.Module, x: Tensor) -> None:
 RULES_WITH_DEFECTS = {
     "linear": (model, "linear.get_gradient_edge", "linear"),
     "conv": (convolution, "conv._image_layout", "conv1d"),
-    "norm": (model, "norm._affine", "layer_norm"),
+    "norm": (model, "norm._run_affine", "layer_norm"),
     "embedding": (Tokens, "embedding.OuterSizes", "embedding"),
     "recurrent": (Steps, "recurrent.shift_steps", "gru"),
-    "cell": (Cell, "recurrent._gates", "lstm_cell"),
-    "broadcast": (Scale, "broadcast._expand", "mul"),
+    "cell": (Cell, "recurrent._pre_activations", "lstm_cell"),
+    "broadcast": (Scale, "broadcast._expand_along_rows", "mul"),
 }
 # Likewise a name that the gradient uses, and the parameter.
 GRADIENTS_WITH_DEFECTS = {

@@ -25,6 +25,7 @@ from qualms.parameters import (
     PERCENTILE,
     POSITIVE,
     SHARE,
+    Rule,
     whole,
 )
 
@@ -47,6 +48,38 @@ BAD: dict[str, tuple[Any, ...]] = {
         10**400,
     ),
     SMOOTHING.allowed: (0.02, (0.02, 8), True, "0.02", math.nan),
+}
+# The rule of each parameter, written out: a looser one would loosen the cases as well.
+RULES: dict[str, dict[str, Rule]] = {
+    "perturb-x": {"sigma": NOISE, "draws": whole(1)},
+    "perturb-theta": {"sigma": POSITIVE, "draws": whole(1)},
+    "mc-aa": {"a": NOISE, "draws": whole(2)},
+    "inserted-dropout": {"p": SHARE, "draws": whole(2)},
+    "laplace": {"prior_precision": POSITIVE, "draws": whole(2)},
+    "gen": {"gamma": POSITIVE, "top": whole(1)},
+    "mc-dropout": {"draws": whole(2)},
+    "mc-batchnorm": {"draws": whole(2)},
+    "scale": {"percentile": PERCENTILE},
+    "ash-s": {"percentile": PERCENTILE},
+    "lts": {"percentile": PERCENTILE},
+    "odin": {"temperature": POSITIVE, "epsilon": NOISE},
+    "knn": {"k": whole(1)},
+    "vim": {"dimensions": whole(0)},
+    "react": {"quantile": SHARE},
+    "quam": {
+        "steps": whole(2),
+        "penalty": POSITIVE,
+        "growth": POSITIVE,
+        "every": whole(1),
+        "rate": POSITIVE,
+        "weight_decay": NOT_NEGATIVE,
+        "temperature": POSITIVE,
+    },
+    **{
+        kind.name: {"layers": FINITE_OR_NONE, "smooth": SMOOTHING}
+        for kind in METHODS
+        if issubclass(kind, GradientScore)
+    },
 }
 CASES = [
     (kind.name, parameter, value)
@@ -100,6 +133,12 @@ def sayable(name: str, parameter: str, value: Any) -> bool:
 def test_every_parameter_of_every_method_has_a_rule() -> None:
     for kind in METHODS:
         assert {f.name for f in fields(kind)} == set(kind.rules), kind.name
+
+
+def test_the_rules_are_as_strict_as_they_were() -> None:
+    for name, rules in RULES.items():
+        have = {parameter: rule.allowed for parameter, rule in BY_NAME[name].rules.items()}
+        assert have == {parameter: rule.allowed for parameter, rule in rules.items()}, name
 
 
 def test_what_one_draw_would_make_zero_needs_two() -> None:

@@ -95,7 +95,6 @@ def test_the_score_of_an_input_does_not_depend_on_the_rest_of_the_batch(
 ) -> None:
     whole = all_scores(setting.model, setting.x, (member,))
     in_parts = all_scores(setting.model, setting.x, (member,), batch_size=3)
-    # type: ignore[arg-type]
     as_loader = all_scores(setting.model, [setting.x[:1], setting.x[1:]], (member,))
     for name in STARRED:
         torch.testing.assert_close(in_parts[name], whole[name], rtol=1e-8, atol=1e-13, msg=name)

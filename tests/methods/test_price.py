@@ -30,6 +30,8 @@ def test_a_price_follows_the_classes_the_draws_and_the_engine() -> None:
     assert passes("regrad", tolerance=0.3) < passes("regrad", tolerance=0.01)
     assert passes("coherence") < passes("regrad", engine="exact") / 5
     assert passes("regrad", engine="sketch") == 1 + 3 * 16
+    # Plain autograd: a forward pass, and for each class a backward pass with weight gradients.
+    assert passes("regrad", engine="reference") == 1 + 1 + 2 * 600
 
 
 def test_scores_that_share_a_pass_are_paid_once() -> None:

@@ -28,7 +28,7 @@ from qualms.tasks import calibration as calibration_task
 from qualms.tasks import ood as ood_task
 from qualms.tasks import runtime as runtime_task
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
-from qualms.tasks.image_scores import accuracy_row, select_usable
+from qualms.tasks.image_scores import measure_accuracy, select_usable
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import AccuracyRow, Row
 from qualms.tasks.score_rows import Methods
@@ -112,7 +112,7 @@ class ImageTask:
     def accuracy(self) -> Iterator[AccuracyRow]:
         """Yield a row with the network's accuracy on the images; nothing if they have no labels."""
         if self.images.labels is not None:
-            row = accuracy_row(self.network, self.images, self.journal)
+            row = measure_accuracy(self.network, self.images, self.journal)
             yield {**row, "network": self.network.name}
 
 

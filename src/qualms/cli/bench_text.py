@@ -30,7 +30,7 @@ from qualms.report.text_tables import text_table
 from qualms.tasks import text_benchmark as task
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import Row
-from qualms.tasks.token_scores import about, usable_for_tokens
+from qualms.tasks.token_scores import describe_language_model, usable_for_tokens
 from qualms.tasks.windows import cut_windows
 
 METHODS = "regrad,exgrad,fisher,isotropic,entropy,msp,energy,gen"
@@ -92,7 +92,7 @@ def text(options: TokenTaskOptions) -> None:
             windows = cut_windows(title, documents_of_text, language, options.window)
             texts.append(windows.subset(options.count or None))
         usable, left_out = usable_for_tokens(language.model, texts[0], wanted)
-        with Journal(file, {"task": "text", **about(language)}) as journal:
+        with Journal(file, {"task": "text", **describe_language_model(language)}) as journal:
             measured = task.text(
                 language.model,
                 texts[0],

@@ -37,7 +37,7 @@ from qualms.stream.image_scorer import ImageScorer
 from qualms.stream.network import InputBatches, Network
 from qualms.stream.sink import report_to, score_stream
 from qualms.stream.source import ImageBatch, batches_in_memory
-from qualms.tasks.image_scores import parameters
+from qualms.tasks.image_scores import describe_parameters
 from qualms.threshold import Threshold
 
 
@@ -182,7 +182,7 @@ class ScoringRun:
             limit = f"{threshold.value:g}, {threshold.rule}, {threshold.fingerprint()}"
         methods = {}
         for name, method in scorer.methods.items():
-            methods[name] = parameters(method, self.train)
+            methods[name] = describe_parameters(method, self.train)
         return {
             **self.network.about,
             "torch": torch.__version__,

@@ -12,6 +12,7 @@ from qualms.data.images import Images
 from qualms.data.normalization import Normalization
 from qualms.data.omniglot import read_omniglot
 from qualms.data.svhn import read_svhn
+from qualms.deprecated import RenamedAttribute
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Dataset:
     normalization: Normalization
     get: str
     package: str | None = None
+
+    normalisation = RenamedAttribute("normalization")
 
 
 MNIST = Normalization((0.1307,), (0.3081,))

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -76,6 +76,12 @@ class ImageTransform:
             )
         if self.channels not in (None, 1, 3):
             raise QualmsError(f"images cannot have {self.channels} channels; pass 1 or 3.")
+
+    @property
+    def identity(self) -> str:
+        """The settings that decide the result, as text that a later run is compared with."""
+        settings = [each.name for each in fields(self) if each.compare]
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in settings)
 
     @property
     def _before(self) -> tuple[int, int] | None:

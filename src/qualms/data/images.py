@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from qualms.errors import QualmsError, warn_renamed
+from qualms.deprecated import RenamedAttribute
+from qualms.errors import QualmsError
 
 # ITU-R 601: how bright red, green and blue look.
 LUMA = (0.299, 0.587, 0.114)
@@ -150,10 +151,7 @@ class Images:
             parts.append(_resize(chunk, channels, height, width))
         return replace(self, pixels=torch.cat(parts))
 
-    def fitted(self, channels: int, size: int | tuple[int, int]) -> "Images":
-        """Deprecated: use `convert`."""
-        warn_renamed("Images.fitted", "Images.convert")
-        return self.convert(channels, size)
+    fitted = RenamedAttribute("convert")
 
     def fingerprint(self) -> str:
         """Hash the pixels, labels and shape to sixteen hex digits."""

@@ -12,7 +12,8 @@ from qualms.data.images import Images
 from qualms.data.npz import read_npz
 from qualms.data.parquet import read_parquet
 from qualms.data.places import NotFound
-from qualms.errors import QualmsError, warn_renamed
+from qualms.deprecated import renamed_arguments
+from qualms.errors import QualmsError
 
 SPLITS = ("train", "test")
 PREFIX = "data:"
@@ -37,6 +38,7 @@ class _Options:
     strict: bool
 
 
+@renamed_arguments(fit="transform")
 def load(
     name: str | Path,
     root: str | Path | None = None,
@@ -45,7 +47,6 @@ def load(
     size: int | None = None,
     transform: ImageTransform | None = None,
     strict: bool = True,
-    fit: ImageTransform | None = None,
 ) -> Images:
     """Load the images of a dataset, a folder or a file.
 
@@ -60,7 +61,6 @@ def load(
         transform: how all images are resized and cropped; takes precedence over `size`.
         strict: whether an image that cannot be read is an error. If not, it is left out and among
             `Images.rejected`.
-        fit: the deprecated name of `transform`.
 
     Returns:
         The images, in the order of their file or of the sorted names of their files.
@@ -77,9 +77,6 @@ def load(
         raise QualmsError(f"the split {split!r} is invalid; choose train or test.")
     if size is not None and size < 1:
         raise QualmsError(f"images cannot be {size} pixels wide; pass at least 1, or None.")
-    if fit is not None:
-        warn_renamed("load(fit=)", "load(transform=)")
-        transform = fit
     if transform is None and size is not None:
         transform = ImageTransform((size, size), by="as requested")
     options = _Options(root_of(root), split, transform, strict)

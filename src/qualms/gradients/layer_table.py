@@ -20,17 +20,17 @@ from qualms.gradients.tracing.traced_forward import use_order
 
 @dataclass(frozen=True)
 class LayerTable:
-    """Gradient norms, or inner products, layer by layer.
+    """Gradient norms or inner products, for b samples, l layers and m directions in logit space.
 
     Attributes:
-        values: [b, m, l] norms of the gradients along m directions, or [b, l, m, m] inner products,
-            which are in double precision.
+        values: norms of the gradients [b, m, l]; or their inner products [b, l, m, m], in double
+            precision.
         logits: the logits of the samples, as the engine ran them.
         layers: the names of the layers, in order of first use.
         general: the layers that have a parameter without a fast gradient rule.
         error: standard errors [b, m, l] of the norms; None unless the norms are sketched.
-        left_out: the largest observed share of Σ_l a_l ‖g_l‖ that the early layers left out
-            contribute.
+        left_out: an engine may leave out early layers that hardly matter to a score
+            Σ_l a_l ‖g_l‖: the largest share that they were observed to contribute.
         num_left_out: the number of early layers left out.
     """
 
@@ -48,52 +48,62 @@ def layer_table(
     cache: PlanCache,
     *,
     gram: bool = False,
-    regrouped: Tensor | None = None,
+    known_logits: Tensor | None = None,
     lam: float | None = None,
 ) -> LayerTable:
-    """Measure the gradients of each request, and combine the values of parameters into layers.
+    """Run each request by the first engine that can, and combine parameters into layers.
 
     Args:
         requests: requests for consecutive batches of one model, with the same settings.
         cache: the plans of the model, reused from batch to batch.
         gram: whether to compute inner products in place of norms.
-        regrouped: the logits [b, c] of the samples from other batches (`known_logits` of the
-            request); only if there is a single request.
-        lam: `smallest_lambda` of the requests.
+        known_logits: the logits [b, c] of the samples, computed in other batches; only if there is a
+            single request, whose `known_logits` they become.
+        lam: the smallest λ among the scores that use the table; None if a score weights all layers
+            equally.
+
+    Returns:
+        One table for the samples of all requests.
     """
-    parts: list[ClassNorms] = []
+    results: list[ClassNorms] = []
     for given_request in requests:
-        request = replace(given_request, gram=gram, known_logits=regrouped, smallest_lambda=lam)
-        parts.append(run_first(engines_for(request, cache), request, cache))
-    whole = ClassNorms.concatenate(parts)
-    if whole.errors is not None:
-        return _table_of_estimates(whole, whole.errors)
-    groups = group_by_layer(request.model, list(whole.values), request.settings.granularity)
-    dtype = torch.double if gram else at_least_float32(whole.logits).dtype
-    columns: list[Tensor] = []
+        request = replace(given_request, gram=gram, known_logits=known_logits, smallest_lambda=lam)
+        results.append(run_first(engines_for(request, cache), request, cache))
+    norms = ClassNorms.concatenate(results)
+    if norms.errors is not None:
+        return _table_of_estimates(norms, norms.errors)
+    # `request` is the last one: all have the same model and settings.
+    names_by_layer = group_by_layer(request.model, list(norms.values), request.settings.granularity)
+    dtype = torch.double if gram else at_least_float32(norms.logits).dtype
+    layer_values: list[Tensor] = []
     general: list[str] = []
-    for layer, names in groups.items():
+    for layer, names in names_by_layer.items():
         # `pop` frees each value once it is combined: together the values take more than the table.
-        layer_values = (whole.values.pop(name) for name in names)
-        columns.append(combine_parameters(layer_values, request.kind).to(dtype))
-        if not whole.without_rule.isdisjoint(names):
+        parameter_values = (norms.values.pop(name) for name in names)
+        layer_values.append(combine_parameters(parameter_values, request.kind).to(dtype))
+        if norms.without_rule & set(names):
             general.append(layer)
     return LayerTable(
-        torch.stack(columns, dim=1 if gram else -1),
-        whole.logits,
-        list(groups),
-        general,
-        left_out=whole.left_out,
-        num_left_out=whole.num_left_out,
+        values=torch.stack(layer_values, dim=1 if gram else -1),
+        logits=norms.logits,
+        layers=list(names_by_layer),
+        general=general,
+        left_out=norms.left_out,
+        num_left_out=norms.num_left_out,
     )
 
 
 def _table_of_estimates(norms: ClassNorms, errors: dict[str, Tensor]) -> LayerTable:
-    """Make the table of a sketch, whose values are estimates for whole layers."""
+    """Make the table of a sketch, which estimates whole layers instead of parameters.
+
+    Args:
+        norms: the estimates, with the names of layers as keys.
+        errors: the standard errors of the estimates, by layer.
+    """
     dtype = at_least_float32(norms.logits).dtype
     values = torch.stack(list(norms.values.values()), dim=-1).to(dtype)
     error = torch.stack(list(errors.values()), dim=-1).to(dtype)
-    return LayerTable(values, norms.logits, list(norms.values), [], error)
+    return LayerTable(values, norms.logits, layers=list(norms.values), general=[], error=error)
 
 
 def heavy_blocks(
@@ -101,10 +111,11 @@ def heavy_blocks(
     batch: Batch,
     selected: dict[str, Tensor],
 ) -> list[list[str]]:
-    """The parameter names of each residual or transformer block (or layer), in order of use.
+    """Group the parameters that a model uses by residual or transformer block, in order of use.
 
-    Every block has a matrix or kernel; layers without one (normalizations) join the block before
-    them. Layers before the first block are left out; without any block, all parameters form one.
+    A layer outside of such blocks is a block by itself. Every block has a matrix or kernel: layers
+    without one (normalizations) join the block before them, and those before the first block are
+    left out. If no parameter is a matrix or kernel, all parameters form one block.
 
     Args:
         model: the model, inside `preserve_state`.
@@ -112,18 +123,20 @@ def heavy_blocks(
         selected: the parameters whose gradients are wanted, by name.
 
     Returns:
-        Lists of parameter names; empty if torch's function modes do not show which parameters the
-        model uses.
+        The parameter names of each block; empty if torch's function modes do not show which
+        parameters the model uses.
     """
-    first = ModelInput(take_samples(batch, slice(0, 1)))
-    order = use_order(model, first, selected)
+    first_sample = ModelInput(take_samples(batch, slice(0, 1)))
+    order = use_order(model, first_sample, selected)
     if not order.names:
         return []
-    counted = order.relevant(order.names, selected)
+    used_names = order.relevant(order.names, selected)
     blocks: list[list[str]] = []
-    for names in group_by_layer(model, counted, "block").values():
-        if any(selected[name].ndim > 1 for name in names):
+    for names in group_by_layer(model, used_names, "block").values():
+        has_matrix = any(selected[name].ndim > 1 for name in names)
+        if has_matrix:
             blocks.append([])
+        # Names before the first block are left out.
         if blocks:
             blocks[-1] += names
-    return blocks or [counted]
+    return blocks or [used_names]

@@ -1,8 +1,6 @@
 """The paper's networks, those of published checkpoints, and `load_model` for any other."""
 
-from typing import Any
-
-from qualms.errors import warn_renamed
+from qualms.deprecated import renamed_in
 from qualms.models.checkpoint import fit_state, read_state
 from qualms.models.load import load_model
 from qualms.models.preprocessing import Preprocessing, normalization_of, preprocessing_of
@@ -18,10 +16,4 @@ __all__ = [
     "read_state",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Look up a deprecated name, and warn that it has a new one."""
-    if name != "normalisation_of":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warn_renamed("qualms.models.normalisation_of", "qualms.models.normalization_of")
-    return normalization_of
+__getattr__ = renamed_in(__name__, normalisation_of=normalization_of)

@@ -12,7 +12,8 @@ from torch import nn
 
 from qualms.data import ImageTransform, Normalization
 from qualms.data.image_transform import Interpolation
-from qualms.errors import QualmsError, reason, warn_renamed
+from qualms.deprecated import RenamedAttribute, renamed_arguments
+from qualms.errors import QualmsError, reason
 from qualms.models.imagenet import imagenet_classes
 from qualms.models.zoo import ZOO
 
@@ -42,6 +43,7 @@ DAMAGE = (
 )
 
 
+@renamed_arguments(fit="transform", normalisation="normalization")
 @dataclass(frozen=True)
 class Preprocessing:
     """How images become a network's inputs, and what its classes are called.
@@ -65,11 +67,8 @@ class Preprocessing:
     transform: ImageTransform | None = None
     class_names: tuple[str, ...] = ()
 
-    @property
-    def fit(self) -> ImageTransform | None:
-        """Deprecated: use `transform`."""
-        warn_renamed("Preprocessing.fit", "Preprocessing.transform")
-        return self.transform
+    fit = RenamedAttribute("transform")
+    normalisation = RenamedAttribute("normalization")
 
 
 def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:

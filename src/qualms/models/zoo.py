@@ -11,6 +11,7 @@ from torch import nn
 from qualms.data import Normalization, class_names
 from qualms.data.class_names import DIGITS
 from qualms.data.image_transform import Interpolation
+from qualms.deprecated import RenamedAttribute
 from qualms.errors import QualmsError
 from qualms.models.checkpoint import Rename
 from qualms.models.cifar_resnet import resnet20, resnet56
@@ -67,6 +68,8 @@ class Entry:
     package: str | None = None
     resize: int | None = None
     interpolation: Interpolation = "bilinear"
+
+    normalisation = RenamedAttribute("normalization")
 
 
 def installed_weights(entry: Entry) -> Path | None:

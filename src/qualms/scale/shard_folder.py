@@ -39,10 +39,11 @@ class Done:
 
     def require_counts(self) -> None:
         """Raise a ValueError if these cannot be counts of images."""
-        for count in (self.scored, self.rejected, self.accepted or 0):
+        accepted = 0 if self.accepted is None else self.accepted
+        for count in (self.scored, self.rejected, accepted):
             if type(count) is not int or count < 0:
                 raise ValueError("not a count")
-        if (self.accepted or 0) > self.scored:
+        if accepted > self.scored:
             raise ValueError("more images accepted than scored")
 
 

@@ -46,7 +46,7 @@ from qualms.version import __version__
 
 DESCRIPTION = "How uncertain a network is about an image, and whether to trust its prediction."
 PROMETHEUS_TEXT = "text/plain; version=0.0.4"
-ROUTER_MESSAGES = {  # in place of Starlette's own
+ROUTER_MESSAGES = {  # in place of Starlette's own messages
     404: "there is nothing at this path; see /docs for the routes.",
     405: "this path does not support the HTTP method; see /docs for the routes.",
 }
@@ -64,7 +64,7 @@ def add_service(
 
     Args:
         app: An app without routes, which is changed.
-        startup: The model's information, and how far the start is.
+        startup: The model's description, and the progress of the start.
         config: The token and the limits.
         score: Sends a request to the process with the model.
         is_hung: Whether that process does not respond any more.
@@ -74,35 +74,37 @@ def add_service(
     app.title = f"qualms: {startup.model_info.model}"
     app.version = __version__
     app.description = DESCRIPTION
-    # A redirect would go to whatever name the client used for this service.
+    # A redirect would repeat the host name that the client sent, which may be any.
     app.router.redirect_slashes = False
     app.add_middleware(LimitsMiddleware, config=config, metrics=metrics)
-    needs_token = []
+    # The dependencies of routes that need a token. They only serve to describe the routes in
+    # OpenAPI: `LimitsMiddleware` checks the token.
+    token_dependencies = []
     if config.token is not None:
-        # For OpenAPI only: `LimitsMiddleware` checks the token.
-        needs_token = [Security(HTTPBearer(auto_error=False))]
+        token_dependencies = [Security(HTTPBearer(auto_error=False))]
     _add_error_handlers(app)
-    _add_score_routes(app, handler, needs_token)
-    _add_monitoring_routes(app, handler, needs_token)
-    add_protocol_routes(app, handler, needs_token)
+    _add_score_routes(app, handler, token_dependencies)
+    _add_monitoring_routes(app, handler, token_dependencies)
+    add_protocol_routes(app, handler, token_dependencies)
     _add_pages(app, startup, has_token=config.token is not None)
     for route in app.routes:
         if isinstance(route, APIRoute):
             route.response_description = "The answer."
+    # FastAPI's own route for it was removed with LitServe's routes, by `build_server`.
     app.add_api_route("/openapi.json", lambda: JSONResponse(app.openapi()), include_in_schema=False)
 
 
 def _add_score_routes(
     app: FastAPI,
     handler: RequestHandler,
-    needs_token: list[Any],
+    token_dependencies: list[Any],
 ) -> None:
     """Add the routes below /v1.
 
     Args:
         app: The app to add the routes to.
         handler: Decodes and scores the requests.
-        needs_token: The dependencies of the routes that need a token, for OpenAPI.
+        token_dependencies: The dependencies of the routes that need a token, for OpenAPI.
     """
     score_body = score_body_schema(handler.config.max_images)
 
@@ -110,18 +112,18 @@ def _add_score_routes(
         "/v1/score",
         responses=error_responses(),
         openapi_extra={"requestBody": score_body},
-        dependencies=needs_token,
+        dependencies=token_dependencies,
     )
     async def score(
         request: Request,
         layers: Annotated[bool, Query(description="Add each layer's share of the score.")] = False,
     ) -> Answer:
         """Score one or more images, sent as files or as numbers."""
-        names, images = await handler.read_images(request)
-        scored = await handler.score(request, images, layers)
+        ids, images = await handler.read_images(request)
+        fields_of_images = await handler.score(request, images, with_layers=layers)
         results = []
-        for name, fields in zip(names, scored, strict=True):
-            results.append(Result.model_validate({"id": name, **fields}))
+        for image_id, fields in zip(ids, fields_of_images, strict=True):
+            results.append(Result.model_validate({"id": image_id, **fields}))
         info = handler.startup.model_info
         seconds = time.monotonic() - request_state(request.scope).received_at
         return Answer(
@@ -133,7 +135,7 @@ def _add_score_routes(
             results=results,
         )
 
-    @app.get("/v1/model", responses=error_responses(401, 503), dependencies=needs_token)
+    @app.get("/v1/model", responses=error_responses(401, 503), dependencies=token_dependencies)
     async def model() -> ModelInfo:
         """Describe the network, the methods, the threshold and its reference scores."""
         handler.require_ready()
@@ -143,14 +145,14 @@ def _add_score_routes(
 def _add_monitoring_routes(
     app: FastAPI,
     handler: RequestHandler,
-    needs_token: list[Any],
+    token_dependencies: list[Any],
 ) -> None:
     """Add the probes and the metrics.
 
     Args:
         app: The app to add the routes to.
         handler: Knows whether the network is ready.
-        needs_token: The dependencies of the routes that need a token, for OpenAPI.
+        token_dependencies: The dependencies of the routes that need a token, for OpenAPI.
     """
     not_ready = {
         "model": NotReady,
@@ -170,11 +172,12 @@ def _add_monitoring_routes(
         body = handler.startup.progress().describe_not_ready().model_dump()
         return JSONResponse(body, 503, RETRY_AFTER)
 
-    text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
     responses = error_responses(401)
-    responses[200] = text
+    responses[200] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
-    @app.get("/metrics", responses=responses, response_class=Response, dependencies=needs_token)
+    @app.get(
+        "/metrics", responses=responses, response_class=Response, dependencies=token_dependencies
+    )
     async def metrics() -> Response:
         """Return the metrics for Prometheus."""
         return Response(handler.metrics.render(), media_type=PROMETHEUS_TEXT)
@@ -187,13 +190,13 @@ def _add_pages(app: FastAPI, startup: Startup, has_token: bool) -> None:
 
     Args:
         app: The app to add the routes to.
-        startup: The model's information, and whether it is complete.
+        startup: The model's description, and whether the network is ready.
         has_token: Whether the routes need a token.
     """
 
     @cache
     def upload_page(is_ready: bool) -> str:
-        """Render the page once before the network is ready, and once after."""
+        """Render the page to try an image on, once before the network is ready and once after."""
         return render_upload_page(startup.model_info, has_token, is_ready)
 
     @app.get("/", include_in_schema=False)
@@ -208,9 +211,9 @@ def _add_pages(app: FastAPI, startup: Startup, has_token: bool) -> None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Answer each expected error with one sentence of JSON.
+    """Answer each expected error of a route with one sentence of JSON.
 
-    `LimitsMiddleware` answers unexpected ones.
+    Unexpected errors are answered by `LimitsMiddleware`.
 
     Args:
         app: The app to add the handlers to.
@@ -224,19 +227,20 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def answer_invalid_query(_: Request, error: RequestValidationError) -> Response:
-        """Answer a mistake in the query string, which FastAPI parses (routes parse the bodies)."""
+        """Answer a mistake in a query string, which FastAPI parses; routes parse the bodies."""
         first = error.errors()[0]
+        # `loc` is such as ("query", "layers").
         return error_response(422, f"{first['loc'][-1]} is invalid: {first['msg']}.")
 
     @app.exception_handler(ValidationError)
     async def answer_invalid_body(_: Request, error: ValidationError) -> Response:
-        """Answer a mistake in a body."""
+        """Answer a mistake that Pydantic found in a body."""
         status, message = describe_validation_error(error)
         return error_response(status, message)
 
     @app.exception_handler(QualmsError)
     async def answer_qualms_error(_: Request, error: QualmsError) -> Response:
-        """Answer images that cannot become inputs; the message may name files: it is only logged."""
+        """Answer images that cannot be scored; log the error, which may name files."""
         log.warning("a request could not be answered: %s", error)
         return error_response(422, "the images cannot be scored; see the service's log.")
 
@@ -248,8 +252,8 @@ def render_upload_page(
 ) -> str:
     """Render the HTML of the page that scores an image and shows the decision.
 
-    The page requests scores from the routes, with the token that the user enters. While the network
-    is not ready, it shows the progress of startup.
+    Its script requests scores from the routes, with the token that the user enters. While the
+    network is not ready, the page shows the progress of startup.
 
     Args:
         info: The model's description.
@@ -278,7 +282,7 @@ def render_docs_page(schema: dict[str, Any]) -> str:
 
 
 def _render(template: str, **values: Any) -> str:
-    """Render a template of this folder to HTML, with the style of the report's page.
+    """Render a template in this folder to HTML, with the styles of the report's page.
 
     Args:
         template: The name of the template's file.

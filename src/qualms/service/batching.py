@@ -34,12 +34,12 @@ from qualms.service.scoring import (
     score_requests,
 )
 
-# Loads the network in the process that serves it, and reports each step as it begins.
+# Called in the process with the model, with a function to report each step as it begins.
 LoadFn = Callable[[StepFn], ScoringService]
 QUEUE_PATH = "/v1/score"  # LitServe names its queues by paths
-ENQUEUE_THREADS = 4
+ENQUEUE_THREADS = 4  # threads that put requests into the queue
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# After which the process with the model checks whether to stop.
+# How long the process with the model waits for a request before it checks whether to stop.
 QUEUE_WAIT_SECONDS = 1.0
 
 
@@ -49,7 +49,7 @@ class BatchClient(LitSpec):
     To LitServe it is a "spec": LitServe sets the queues and the buffer of responses on it.
 
     Args:
-        deadline: The deadline of a request, in seconds from its headers.
+        deadline: Seconds from the arrival of a request's headers to its deadline.
     """
 
     def __init__(self, deadline: float = math.inf) -> None:
@@ -57,14 +57,14 @@ class BatchClient(LitSpec):
         super().__init__()
         self.api_path = QUEUE_PATH
         self.deadline = deadline
-        # When each request without a response was received.
+        # When each request without a response was received, by `time.monotonic`, by its key.
         self.pending: dict[str, float] = {}
 
     @property
     def is_hung(self) -> bool:
         """Whether a request has no response two deadlines after it was received."""
-        oldest = min(self.pending.values(), default=math.inf)
-        return time.monotonic() > oldest + 2 * self.deadline
+        first_received_at = min(self.pending.values(), default=math.inf)
+        return time.monotonic() > first_received_at + 2 * self.deadline
 
     @cached_property
     def executor(self) -> ThreadPoolExecutor:
@@ -74,21 +74,22 @@ class BatchClient(LitSpec):
     async def score(self, request: ScoreRequest) -> ScoreResponse:
         """Put a request into LitServe's queue, and wait for the response.
 
-        There always is one: LitServe drops a request whose deadline has passed in the queue, with
-        an `HTTPException` as its response.
+        Every request gets one: if the deadline passes in the queue, LitServe drops the request, and
+        the response is an `HTTPException`.
 
         Returns:
             The results; or a response without results that says whether the deadline passed
             (`timed_out`) or something unexpected happened in the other process (`failed`).
         """
         key = uuid4().hex
+        # LitServe stores the response in this item, and then sets its event.
         item = ResponseBufferItem(asyncio.Event())
         self.response_buffer[key] = item
         self.pending[key] = request.received_at
-        entry = (self.response_queue_id, key, request.received_at, request)
+        queue_entry = (self.response_queue_id, key, request.received_at, request)
         loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self.executor, self.request_queue.put, entry)
+            await loop.run_in_executor(self.executor, self.request_queue.put, queue_entry)
             await item.event.wait()
         finally:
             del self.response_buffer[key]
@@ -113,7 +114,8 @@ class ScoringWorker(LitAPI):
     """LitServe's API for the process with the model: loads the network there, and scores batches.
 
     Args:
-        load: Loads the network in that process, since not every model can be sent to a process.
+        load: Loads the network. It is called in that process, since not every loaded model can be
+            sent to another process.
         config: The limits of a batch.
         startup: Reports the progress to the other processes.
     """
@@ -124,7 +126,7 @@ class ScoringWorker(LitAPI):
         config: ServiceConfig,
         startup: Startup,
     ) -> None:
-        """Set the limits of a batch; the network is loaded by `setup`, in the other process."""
+        """Set the limits of a batch; `setup` loads the network later, in the process with it."""
         # A batch has room for the largest request, and for one image of each of its requests. The
         # network's own images may be larger than a low limit on uploads.
         max_images = max(config.max_images, config.batch)
@@ -146,9 +148,10 @@ class ScoringWorker(LitAPI):
         Args:
             device: LitServe's device, which is not used: `load` chooses the device.
         """
-        # Ctrl-C reaches every process. This one goes on until all requests are answered, and is
-        # stopped by SIGTERM then.
+        # Ctrl-C reaches every process. This one ignores it until all requests are answered; then
+        # SIGTERM stops it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # They were blocked while this process started (see `launch_inference_worker`).
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         die_with_parent()
         try:
@@ -157,6 +160,7 @@ class ScoringWorker(LitAPI):
                 self.startup.finish(self.service.model_info, self.service.network.transform)
         except QualmsError as error:
             self.startup.fail(error.original if isinstance(error, ModelError) else error)
+            # The error is on the board, so LitServe need not print it.
             raise SystemExit(1) from None
 
     def predict(self, x: Sequence[ScoreRequest], **kwargs: Any) -> list[ScoreResponse]:
@@ -165,7 +169,7 @@ class ScoringWorker(LitAPI):
         If the model hangs, the process ends (see `exit_if_hung`).
 
         Args:
-            x: The requests of the batch.
+            x: The requests of the batch. LitServe decides the argument's name.
             kwargs: Further arguments of LitServe, which are not used.
         """
         watch = partial(exit_if_hung, self.deadline)
@@ -175,8 +179,8 @@ class ScoringWorker(LitAPI):
 class BoundedBatchLoop(BatchedLoop):
     """LitServe's loop over batches, with limits on the images and pixels of a batch.
 
-    LitServe counts requests alone, so many large ones would be scored together until all of their
-    deadlines have passed.
+    LitServe limits only the number of requests. Many large requests would then be scored together,
+    and all of their deadlines would pass.
 
     Args:
         max_images: The most images in a batch.
@@ -184,12 +188,13 @@ class BoundedBatchLoop(BatchedLoop):
     """
 
     def __init__(self, max_images: int, max_pixels: int) -> None:
-        """Begin without a left-over entry."""
+        """Store the limits."""
         super().__init__()
         self.max_images = max_images
         self.max_pixels = max_pixels
-        # The entry that the last batch had no room for, if any.
-        self.left_over: list[Any] = []
+        # An entry that was taken from the queue, but for which the last batch had no room; it begins
+        # the next batch. None if there is none.
+        self.left_over: Any = None
 
     def get_batch_requests(
         self,
@@ -200,39 +205,43 @@ class BoundedBatchLoop(BatchedLoop):
         """Wait for a request, and return it with those that have arrived by then.
 
         Args:
-            lit_api: The worker; its `max_batch_size` counts requests.
-            request_queue: LitServe's queue.
+            lit_api: The worker, whose `max_batch_size` limits the number of requests.
+            request_queue: LitServe's queue of requests.
             transport: LitServe's channel for responses.
 
         Returns:
             LitServe's entries of the requests, and of those whose deadline has passed.
         """
-        if self.left_over:
-            first = self.left_over.pop()
+        if self.left_over is not None:
+            first = self.left_over
+            self.left_over = None
         else:
             try:
                 first = request_queue.get(timeout=QUEUE_WAIT_SECONDS)
             except Empty:
                 return [], []
-        return collate_requests(self, lit_api, _BatchQueue(first, request_queue, self), transport)
+        batch_queue = _BatchQueue(first, request_queue, self)
+        return collate_requests(self, lit_api, batch_queue, transport)
 
 
 class _BatchQueue:
-    """What LitServe fills one batch from: a queue that claims to be empty once the batch is full.
+    """The queue from which LitServe fills one batch; it seems to be empty once the batch is full.
 
     Args:
         first: The entry that was already taken from the queue.
         queue: The queue with the other entries.
-        loop: Holds the limits, and keeps the entry that does not fit.
+        loop: Has the limits, and keeps the entry for which the batch has no room in `left_over`.
     """
 
     def __init__(self, first: Any, queue: Any, loop: BoundedBatchLoop) -> None:
-        """Begin a batch, without images so far."""
-        self.first = [first]
+        """Store the arguments; the batch has no images yet."""
+        # None once `get_nowait` has returned it.
+        self.first: Any = first
         self.queue = queue
         self.loop = loop
-        self.images = 0
-        self.pixels = 0
+        # The images and pixels of the entries that `get_nowait` has returned.
+        self.num_images = 0
+        self.num_pixels = 0
 
     def get_nowait(self) -> Any:
         """Return the next entry of the batch.
@@ -240,17 +249,18 @@ class _BatchQueue:
         The first entry is always returned, since even a request above the limits must be scored.
 
         Raises:
-            Empty: If no entry is waiting, or if the next one does not fit; it begins the next
-                batch.
+            Empty: If no entry is waiting, or if the batch has no room for the next entry, which then
+                is the first of the next batch.
         """
-        if self.first:
-            entry = self.first.pop()
+        if self.first is not None:
+            entry = self.first
+            self.first = None
             self._count(entry)
             return entry
         entry = self.queue.get_nowait()
         self._count(entry)
-        if self.images > self.loop.max_images or self.pixels > self.loop.max_pixels:
-            self.loop.left_over.append(entry)
+        if self.num_images > self.loop.max_images or self.num_pixels > self.loop.max_pixels:
+            self.loop.left_over = entry
             raise Empty
         return entry
 
@@ -261,7 +271,8 @@ class _BatchQueue:
             entry: A tuple of LitServe's, whose last item is the request.
         """
         request: ScoreRequest | None = entry[-1]
-        if request is None:  # LitServe's entry that ends the loop
+        if request is None:  # the tuple of Nones by which LitServe ends the loop
             return
-        self.images += len(request.images)
-        self.pixels += sum(image[0].size for image in request.images)
+        self.num_images += len(request.images)
+        # Images are [c, h, w], so `image[0].size` is h · w.
+        self.num_pixels += sum(image[0].size for image in request.images)

@@ -13,7 +13,8 @@ LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "0.0.0.0", "::")
 MIN_PORT, MAX_PORT = 1024, 65535  # the ports that LitServe accepts
 MIN_TOKEN_CHARS = 16
-LIMITS = ("batch", "waiting", "deadline", "max_body", "max_images", "max_pixels")
+# The fields of `ServiceConfig` that must be above 0.
+LIMIT_NAMES = ("batch", "waiting", "deadline", "max_body", "max_images", "max_pixels")
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class ServiceConfig:
     Args:
         host: The address to listen on. Any other than the loopback address needs a token.
         port: The port, from 1024 to 65535.
-        token: What requests must send as `Authorization: Bearer …`. None if they need no token.
+        token: The secret that requests must send, as `Authorization: Bearer TOKEN`. None if they
+            need no token.
         batch: The most requests that are scored together.
         waiting: The most requests that are being received, queued or scored. Further requests
             get 429.
@@ -48,10 +50,10 @@ class ServiceConfig:
     max_pixels: int = 25_000_000
 
     def __post_init__(self) -> None:
-        """Check all values."""
+        """Check all values; raise a QualmsError for the first that is invalid."""
         self._check_address()
         self._check_token()
-        for name in LIMITS:
+        for name in LIMIT_NAMES:
             self._check_limit(name)
 
     def _check_address(self) -> None:
@@ -66,7 +68,7 @@ class ServiceConfig:
             )
 
     def _check_token(self) -> None:
-        """Raise an error if the token is easy to guess, or missing although others reach the host."""
+        """Raise an error if the token is easy to guess, or missing on a host that others reach."""
         if self.token is None:
             if self.host != LOOPBACK:
                 raise QualmsError(
@@ -89,5 +91,5 @@ class ServiceConfig:
 
 
 def _is_visible_ascii(text: str) -> bool:
-    """Whether all characters are visible ASCII characters, so neither spaces nor controls."""
+    """Whether a text consists of visible ASCII characters, without spaces and control codes."""
     return all("!" <= character <= "~" for character in text)

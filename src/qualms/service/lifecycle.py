@@ -25,21 +25,23 @@ from qualms.errors import QualmsError, reason
 from qualms.service.schemas import ModelInfo, NotReady
 
 FIRST_STEP = "starting the worker process"
-BOARD_KEY = "progress"
+BOARD_KEY = "progress"  # the only key of a `Startup.board`
 STDERR = 2  # file descriptor
 # Eleven days: some systems accept no longer timers.
 MAX_TIMER_SECONDS = 1e6
-# The exit with a message needs Python's lock. If a library holds it, the process exits without one
-# after so many seconds more.
+# The timer that exits with a message needs the GIL. If a library holds the GIL, `faulthandler` ends
+# the process without the message, so many seconds later.
 GRACE_SECONDS = 5.0
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+PR_SET_PDEATHSIG = 1  # an option of the system call prctl
+# The C function prctl on Linux, else None.
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
 Status = Literal["warming up", "ready", "failed"]
+# Called with the name of a step of the start as the step begins.
 StepFn = Callable[[str], None]
 
 
 class RemoteTraceback(Exception):
-    """The traceback of another process, as text: the cause that `--debug` shows."""
+    """The traceback of an error in another process, as text; `--debug` shows it as the cause."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,9 @@ class Failure:
         """Describe an error as text, since the error itself may not be picklable."""
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, QualmsError):
-            return cls(str(error), True, trace)
-        return cls(f"{type(error).__name__}: {reason(error)}", False, trace)
+            return cls(message=str(error), is_qualms_error=True, traceback=trace)
+        message = f"{type(error).__name__}: {reason(error)}"
+        return cls(message=message, is_qualms_error=False, traceback=trace)
 
     def throw(self) -> NoReturn:
         """Raise an error with the same message in this process.
@@ -77,13 +80,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far startup has come.
+    """The step that startup has reached, and its outcome once it has ended.
 
     Args:
         step: The current step.
         number: The number of the step, from 1.
         steps: The number of steps.
-        started_at: The time by `time.monotonic`, which all processes of a machine share.
+        started_at: When the start began, by `time.monotonic`, whose clock all processes of a
+            machine share.
         status: "warming up" until the network has scored a first image, or failed to.
         model_info: The model's description, once the network is ready.
         transform: How images become the network's inputs. None until it is ready, or if it has
@@ -107,9 +111,10 @@ class Progress:
 
     @property
     def message(self) -> str:
-        """The error message of requests that come before the network is ready, with status 503.
+        """The error message of requests that arrive before the network is ready, with status 503.
 
-        It does not say why a start has failed: the reason may name files, so only the log has it.
+        If the start has failed, the message does not say why: the reason may name files, so only
+        the log has it.
         """
         if self.status == "failed":
             return "the network could not be loaded; see the service's log."
@@ -117,10 +122,8 @@ class Progress:
         return f"the network is warming up ({where}); retry in a few seconds."
 
     def describe_not_ready(self) -> NotReady:
-        """Return the body of a failed `/readyz`: the state, the step and the seconds so far.
-
-        A network that was ready, but does not respond any more, "hangs".
-        """
+        """Return the body of a failed `/readyz`: the status, the step and the seconds so far."""
+        # This is called only if the network does not respond: if it was ready before, it hangs.
         return NotReady(
             status="hangs" if self.status == "ready" else self.status,
             step=self.step,
@@ -131,10 +134,10 @@ class Progress:
 
 
 class Startup:
-    """The startup of one service, as seen by one of its processes.
+    """The startup of one service; each process of the service has a copy.
 
-    The process that loads the network writes the progress to a shared board. The process that
-    answers HTTP and the command's own process read it.
+    The process that loads the network writes its progress to a dict that all processes share, the
+    board. The process that answers HTTP and the command's own process read the progress there.
 
     Args:
         model_info: The model's description before it is loaded.
@@ -142,7 +145,7 @@ class Startup:
         echo: Writes a line to the log.
 
     Attributes:
-        last: The progress when this process last read or wrote the board.
+        last_progress: The progress when this process last read or wrote the board.
         board: A dict with the progress, shared by all processes after `share`.
         transform: How images become the network's inputs; None until it is ready.
     """
@@ -153,30 +156,31 @@ class Startup:
         steps: int,
         echo: Callable[[str], None],
     ) -> None:
-        """Begin the first step; the clock of the start runs from here."""
+        """Begin the first step; `Progress.seconds` counts from now."""
         self.model_info = model_info
         self.transform: ImageTransform | None = None
         self.echo = echo
-        self.is_stopped = False  # whether SIGINT or SIGTERM has arrived
-        self.last = Progress(FIRST_STEP, 1, steps)
-        self.board: MutableMapping[str, Progress] = {BOARD_KEY: self.last}
+        # Whether SIGINT or SIGTERM has arrived.
+        self.is_stopped = False
+        self.last_progress = Progress(FIRST_STEP, 1, steps)
+        self.board: MutableMapping[str, Progress] = {BOARD_KEY: self.last_progress}
 
     def share(self, manager: Any) -> None:
-        """Share the board with all processes that are started from now on.
+        """Move the board to a process of its own, which all processes started later can reach.
 
         Args:
-            manager: A started `multiprocessing.Manager`, whose process holds the board.
+            manager: A started `multiprocessing.Manager`, which runs that process.
         """
         self.board = manager.dict(self.board)
 
     def log(self, line: str) -> None:
         """Write a line to the log, with the seconds since the start."""
-        self.echo(f"{self.last.seconds:.1f} s: {line}")
+        self.echo(f"{self.last_progress.seconds:.1f} s: {line}")
 
     def begin(self, step: str) -> None:
         """Begin the next step: write it to the log and to the board."""
         self.log(f"{step} …")
-        self._publish(replace(self.last, step=step, number=self.last.number + 1))
+        self._publish(replace(self.last_progress, step=step, number=self.last_progress.number + 1))
 
     def finish(self, model_info: ModelInfo, transform: ImageTransform | None) -> None:
         """Report that the network is ready.
@@ -185,54 +189,59 @@ class Startup:
             model_info: The complete description of the model.
             transform: How images become the network's inputs.
         """
-        ready = replace(self.last, status="ready", model_info=model_info, transform=transform)
+        ready = replace(
+            self.last_progress, status="ready", model_info=model_info, transform=transform
+        )
         self._publish(ready)
 
     def fail(self, error: Exception) -> None:
         """Report that the network could not be loaded."""
-        self._publish(replace(self.last, status="failed", failure=Failure.from_error(error)))
+        self._publish(
+            replace(self.last_progress, status="failed", failure=Failure.from_error(error))
+        )
 
     def progress(self) -> Progress:
-        """Return the latest progress, read from the board until the network is ready or failed."""
-        if self.last.status == "warming up":
-            # The process with the board may have ended; then this one is about to.
+        """Return the latest progress; once the network is ready or failed, it does not change."""
+        if self.last_progress.status == "warming up":
+            # The process with the board may have ended, which ends this one, too.
             with suppress(EOFError, OSError):
                 self._update(self.board[BOARD_KEY])
-        return self.last
+        return self.last_progress
 
     @property
     def is_ready(self) -> bool:
         """Whether the network was ready when the board was last read."""
-        return self.last.status == "ready"
+        return self.last_progress.status == "ready"
 
     def _publish(self, progress: Progress) -> None:
-        """Write the progress to the shared board, for all processes."""
+        """Write the progress to the shared board, where all processes read it."""
         self._update(progress)
         self.board[BOARD_KEY] = progress
 
     def _update(self, progress: Progress) -> None:
-        """Store the progress in this process, with the model's information once it is complete."""
-        self.last = progress
+        """Store the progress in this process, and the model's description once it is complete."""
+        self.last_progress = progress
         if progress.model_info is not None:
             self.model_info = progress.model_info
             self.transform = progress.transform
 
 
 @contextmanager
-def exit_if_hung(deadline: float, images: int) -> Iterator[None]:
-    """End this process if the block does not return in time: nothing else stops a hung model.
+def exit_if_hung(deadline: float, num_images: int) -> Iterator[None]:
+    """End this process if the block does not return in time: a hung model cannot be interrupted.
 
-    The limit is one deadline for each image, and one more, so that slow models are not ended.
+    The limit is one deadline for each image, plus one, so that slow models are not ended.
 
     Args:
         deadline: The deadline of a request, in seconds.
-        images: The number of images that are scored in the block.
+        num_images: The number of images that are scored in the block.
     """
-    limit = min((images + 1) * deadline, MAX_TIMER_SECONDS)
-    timer = threading.Timer(limit, _exit_hung, (limit, images))
+    limit = min((num_images + 1) * deadline, MAX_TIMER_SECONDS)
+    timer = threading.Timer(limit, _exit_hung, (limit, num_images))
     timer.daemon = True
     try:
         timer.start()
+        # This ends the process even if the model holds the GIL, which the timer's thread needs.
         faulthandler.dump_traceback_later(limit + GRACE_SECONDS, exit=True, file=STDERR)
         yield
     finally:
@@ -240,27 +249,32 @@ def exit_if_hung(deadline: float, images: int) -> Iterator[None]:
         timer.cancel()
 
 
-def _exit_hung(limit: float, images: int) -> None:
-    """Print where the model hangs, and exit with code 1.
+def _exit_hung(limit: float, num_images: int) -> None:
+    """Print the traceback of all threads, which shows where the model hangs; exit with code 1.
 
     Args:
         limit: The limit that has passed, in seconds.
-        images: The number of images in the batch.
+        num_images: The number of images in the batch.
     """
     message = (
-        f"the network took more than {limit:g} s for a batch of {images}, so the worker process "
-        "exits; it was stopped here:"
+        f"the network took more than {limit:g} s for a batch of {num_images}, so the worker "
+        "process exits; it was stopped here:"
     )
     print(f"qualms: {message}", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=STDERR)
+    # `sys.exit` would end only the thread of the timer.
     os._exit(1)
 
 
-_forking_process = 0  # the id of the process that is about to fork
+# The id of the process that is about to fork, which the child inherits as its parent's id.
+_forking_process = 0
 
 
 def kill_forks_with_this_process() -> None:
-    """Let the kernel kill all processes that this one forks from now on, when it ends (Linux)."""
+    """Let the kernel kill the processes that this one forks from now on as soon as it ends.
+
+    Does nothing on other systems than Linux.
+    """
     if PRCTL is None:
         return
     os.register_at_fork(
@@ -270,29 +284,31 @@ def kill_forks_with_this_process() -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the one that spawned it ends (Linux)."""
+    """Let the kernel kill this process when the process that spawned it ends (on Linux only)."""
     parent = parent_process()
     if parent is not None and parent.pid is not None:
         _die_with(parent.pid)
 
 
 def _remember_forking_process() -> None:
-    """Store this process's id before it forks: the child checks that this still is its parent."""
+    """Store this process's id before it forks, so that the child can check who its parent is."""
+    # The child inherits this variable, while `os.getpid` gives the child's own id.
     global _forking_process
     _forking_process = os.getpid()
 
 
-def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends.
+def _die_with(parent_id: int) -> None:
+    """Let the kernel kill this process when its parent ends (on Linux only).
 
-    The kernel means the thread that forked: if that thread ended, this process would be killed
-    though its parent goes on. So only the main thread may start processes.
+    To the kernel, the parent is the thread that forked: if that thread ended, this process would be
+    killed although its parent goes on. So only the main thread may start processes.
 
     Args:
-        parent: The id of the parent process.
+        parent_id: The id of the parent process.
     """
     if PRCTL is None:
         return
     PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
+    # A parent that ended before the call was replaced by another, and sends no signal.
+    if os.getppid() != parent_id:
         os._exit(1)

@@ -1,4 +1,4 @@
-"""What every request passes before its body is read: the token, the limits and the deadline.
+"""Middleware that checks the token and the limits of each request, and sets its deadline.
 
 Written by hand, because the libraries' own limits answer otherwise. uvicorn's `limit_concurrency`
 also counts probes and idle connections, and answers 503 without `Retry-After`. Starlette's
@@ -42,22 +42,23 @@ PUBLIC_PATHS = frozenset(
         "/v2/health/ready",
     }
 )
-# Programs may omit it, browsers do not.
+# Values of the header `Host` for this machine. Programs may omit the header, browsers do not.
 LOCAL_HOSTS = frozenset({b"", b"127.0.0.1", b"localhost"})
-# Seconds: the wait is unknown, and a retry is cheap.
+# In seconds, and short: it is unknown how long requests will wait, and a retry is cheap.
 RETRY_AFTER = {"Retry-After": "1"}
-# Of the `RequestState` in a request's ASGI scope.
+# The key of the `RequestState` in a request's ASGI scope.
 STATE_KEY = "qualms.state"
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class RequestState:
-    """What the middleware and the routes know of one request with a body.
+    """The state of a request with a body, which the middleware and the routes share.
 
     Args:
         received_at: When the headers arrived, by `time.monotonic`.
-        work: The decoding or scoring that runs for the request. It goes on after a 504.
+        work: The decoding or scoring of the request, set by the route that starts it. It continues
+            after the request was answered 504.
     """
 
     received_at: float
@@ -73,9 +74,9 @@ class LimitsMiddleware:
         metrics: Counts the requests.
 
     Attributes:
-        active: The number of requests with a body that have no answer yet.
-        unfinished: What is still decoded or scored for requests that were answered 504. It takes
-            memory and time, so it counts as waiting.
+        num_active: The number of requests with a body that have no answer yet.
+        unfinished: The decoding or scoring of requests that were answered 504. Until it is done, it
+            takes memory and time, so these requests count as waiting.
     """
 
     def __init__(
@@ -84,42 +85,45 @@ class LimitsMiddleware:
         config: ServiceConfig,
         metrics: Metrics,
     ) -> None:
-        """Begin without requests; the gauge `waiting` calls `count_waiting` from now on."""
+        """Begin without requests; let the gauge `waiting` call `count_waiting` when it is read."""
         self.app = app
         self.config = config
         self.metrics = metrics
-        self.active = 0
+        self.num_active = 0
         self.unfinished: list[Future[Any] | asyncio.Future[Any]] = []
         metrics.waiting.set_function(self.count_waiting)
 
     def count_waiting(self) -> int:
         """Count the requests that are being received, queued or scored, also after their 504."""
+        # Forget the work that is done by now.
         self.unfinished = [work for work in self.unfinished if not work.done()]
-        return self.active + len(self.unfinished)
+        return self.num_active + len(self.unfinished)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, or refuse it; count it, and answer 500 if a route has a bug.
 
-        The arguments are ASGI's. What is not HTTP, such as the lifespan, is passed on unchanged.
+        The arguments are those of any ASGI application. Events other than HTTP requests, such as
+        the start of the server ("lifespan"), are passed on unchanged.
         """
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         response = _ResponseSender(send)
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         try:
             await self._handle(scope, receive, response)
         except ClientDisconnect:
-            pass  # during the upload: nobody waits for an answer
+            pass  # the client left during its upload, so nobody waits for an answer
         # A bug in a route: its traceback goes to the log, not to the client.
         except Exception:
+            # A response that has begun cannot be replaced by another.
             if response.status is not None:
                 raise
             log.exception("a request failed because of an unexpected error")
             message = "an unexpected error occurred; see the service's log."
             await error_response(500, message)(scope, receive, response)
         finally:
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - started_at
             self.metrics.count_request(scope, response.status, seconds)
 
     async def _handle(
@@ -128,7 +132,7 @@ class LimitsMiddleware:
         receive: Receive,
         response: "_ResponseSender",
     ) -> None:
-        """Refuse a request, or run its route: with a deadline for a POST, which has a body.
+        """Refuse a request, or run its route; a POST, which has a body, has a deadline.
 
         Args:
             scope: The ASGI scope.
@@ -144,11 +148,12 @@ class LimitsMiddleware:
             await self.app(scope, receive, response)
 
     def _check_headers(self, scope: Scope) -> JSONResponse | None:
-        """Check all that can be checked before the body is read: token or host, size and waiting.
+        """Check the headers of a request: its token or host, its length, and whether it must wait.
 
         Returns:
-            The response with 401, 403, 413 or 429, or None if the request is accepted.
+            The response with status 401, 403, 413 or 429; None if the request is accepted.
         """
+        # A list, since a header may be repeated; `dict(headers)` has the last value of each.
         headers = [(name.lower(), value) for name, value in scope["headers"]]
         if self.config.token is None:
             refusal = _check_hosts(headers)
@@ -157,12 +162,13 @@ class LimitsMiddleware:
         if refusal is not None:
             return refusal
         length = dict(headers).get(b"content-length", b"0")
-        # Twenty digits are more than any limit, and int() of thousands takes long.
+        # The first 20 digits decide: such a number is above any limit, and int() of thousands of
+        # digits would take long.
         if length.isdigit() and int(length[:20]) > self.config.max_body:
-            return error_response(413, self._too_large())
-        waiting = self.count_waiting()
-        if scope["method"] == "POST" and waiting >= self.config.waiting:
-            message = f"too many requests are waiting ({waiting}); retry later."
+            return error_response(413, self._describe_size_limit())
+        num_waiting = self.count_waiting()
+        if scope["method"] == "POST" and num_waiting >= self.config.waiting:
+            message = f"too many requests are waiting ({num_waiting}); retry later."
             return error_response(429, message, RETRY_AFTER)
         return None
 
@@ -179,20 +185,21 @@ class LimitsMiddleware:
             receive: ASGI's function to receive the body.
             response: Sends the answer; at the deadline 408 or 504, unless another has begun.
         """
-        body = _BodyReader(receive, self.config.max_body, self._too_large())
-        state = RequestState(time.monotonic())
+        body = _BodyReader(receive, self.config.max_body, self._describe_size_limit())
+        state = RequestState(received_at=time.monotonic())
         scope[STATE_KEY] = state
-        self.active += 1
+        self.num_active += 1
         try:
             async with asyncio.timeout(self.config.deadline) as timeout:
                 await self.app(scope, body, response)
         except TimeoutError:
+            # Raise a timeout of the route's own, and any after the response has begun.
             if response.status is not None or not timeout.expired():
                 raise
             refusal = self._describe_timeout(body.is_complete)
             await refusal(scope, receive, response)
         finally:
-            self.active -= 1
+            self.num_active -= 1
             if state.work is not None and not state.work.done():
                 self.unfinished.append(state.work)
 
@@ -208,34 +215,34 @@ class LimitsMiddleware:
             408, f"the body did not arrive within {limit}; send it faster, or a smaller one."
         )
 
-    def _too_large(self) -> str:
-        """Return the error message of a body that is too large."""
+    def _describe_size_limit(self) -> str:
+        """Return the error message for a body that is too large."""
         limit = self.config.max_body
         return f"the body has more than {limit:,} bytes; send fewer or smaller images."
 
 
 class _BodyReader:
-    """Receives the body of a request, and counts its bytes.
+    """An ASGI `receive` function that limits the bytes of a body.
 
     Args:
         receive: ASGI's function to receive the body.
         max_bytes: The most bytes that are read.
-        too_large: The error message if there are more.
+        too_large_message: The error message if there are more.
 
     Attributes:
         is_complete: Whether all of the body has arrived.
     """
 
-    def __init__(self, receive: Receive, max_bytes: int, too_large: str) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, too_large_message: str) -> None:
         """Begin with no bytes read."""
         self.receive = receive
         self.max_bytes = max_bytes
-        self.too_large = too_large
+        self.too_large_message = too_large_message
         self.bytes_read = 0
         self.is_complete = False
 
     async def __call__(self) -> Message:
-        """Receive a piece of the body.
+        """Receive a piece of the body, as a message of ASGI.
 
         Raises:
             HTTPException: 413 if the body is too large.
@@ -245,12 +252,12 @@ class _BodyReader:
         if not message.get("more_body", False):
             self.is_complete = True
         if self.bytes_read > self.max_bytes:
-            raise HTTPException(413, self.too_large)
+            raise HTTPException(413, self.too_large_message)
         return message
 
 
 class _ResponseSender:
-    """Sends a response, and remembers its status once it has begun.
+    """An ASGI `send` function that stores the status of the response.
 
     Args:
         send: ASGI's function to send the response.
@@ -260,7 +267,7 @@ class _ResponseSender:
     """
 
     def __init__(self, send: Send) -> None:
-        """Begin without a response."""
+        """Store ASGI's function; no response has begun."""
         self.send = send
         self.status: int | None = None
 
@@ -272,13 +279,16 @@ class _ResponseSender:
 
 
 def _check_hosts(headers: list[tuple[bytes, bytes]]) -> JSONResponse | None:
-    """Refuse a request to another name than this machine's own: return 403, or None to accept it.
+    """Refuse a request whose `Host` is not a name of this machine.
 
-    This stops DNS rebinding: a web page whose name was made to point to this machine, so that its
-    browser lets it read the service's answers.
+    This prevents DNS rebinding, in which the owner of a web page lets the page's name point to this
+    machine, so that the browser allows the page to read the service's answers.
 
     Args:
         headers: The request's headers, with names in lower case.
+
+    Returns:
+        The response with status 403; None if the request is accepted.
     """
     hosts = {value.partition(b":")[0] for name, value in headers if name == b"host"}
     if hosts <= LOCAL_HOSTS:
@@ -295,17 +305,21 @@ def _check_token(
     headers: dict[bytes, bytes],
     token: str,
 ) -> JSONResponse | None:
-    """Refuse a request without the token, except to public paths: return 401, or None to accept.
+    """Refuse a request without the token, except to `PUBLIC_PATHS`.
 
     Args:
         path: The request's path.
         headers: The request's headers, with names in lower case.
         token: The service's token.
+
+    Returns:
+        The response with status 401; None if the request is accepted.
     """
     if path in PUBLIC_PATHS:
         return None
-    scheme, _, sent = headers.get(b"authorization", b"").partition(b" ")
-    is_same = hmac.compare_digest(sent.strip(), token.encode())  # in constant time
+    scheme, _, sent_token = headers.get(b"authorization", b"").partition(b" ")
+    # In constant time: the duration of == would tell how many characters are right.
+    is_same = hmac.compare_digest(sent_token.strip(), token.encode())
     if is_same and scheme.lower() == b"bearer":
         return None
     message = "the token is missing or wrong; send it as `Authorization: Bearer …`."
@@ -313,7 +327,7 @@ def _check_token(
 
 
 def request_state(scope: Scope) -> RequestState:
-    """Return the state that the middleware has stored in the ASGI scope of a request."""
+    """Return the state that `LimitsMiddleware` has stored in the ASGI scope of a request."""
     state: RequestState = scope[STATE_KEY]
     return state
 
@@ -323,10 +337,10 @@ def error_response(
     message: str,
     headers: dict[str, str] | None = None,
 ) -> JSONResponse:
-    """Build the response of a failed request.
+    """Build the response to a request that failed.
 
     Args:
-        status: 4xx or 5xx.
+        status: The HTTP status, 4xx or 5xx.
         message: One sentence: what is wrong, and what to do.
         headers: Additional headers.
     """

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 IMAGES_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
-# Of a request that reached no route, or an image without a decision.
+# The label of a request that reached no route, and of an image without a decision.
 NO_LABEL = "none"
 
 
@@ -65,19 +65,20 @@ class Metrics:
 
         Args:
             scope: The ASGI scope; it holds the route if the request has reached one.
-            status: The status of the answer. None if the client went away before it.
-            seconds: The time from the first line of the request to the end of the answer.
+            status: The status of the answer. None if the client left before it.
+            seconds: The time from the headers of the request to the end of the answer.
         """
-        route = getattr(scope.get("route"), "path", NO_LABEL)
-        self.requests.labels(route, str(status or NO_LABEL)).inc()
-        self.seconds.labels(route).observe(seconds)
+        # The path as it was declared: the same for all requests to the route. None has no `path`.
+        path = getattr(scope.get("route"), "path", NO_LABEL)
+        self.requests.labels(path, str(status or NO_LABEL)).inc()
+        self.seconds.labels(path).observe(seconds)
 
     def count_images(self, decisions: Iterable[str | None], batch_images: int) -> None:
         """Count the images of a request that was scored.
 
         Args:
             decisions: "accepted", "abstain" or None, for each image of the request.
-            batch_images: The number of images in the batch, with those of other requests.
+            batch_images: The number of images of all requests in the batch.
         """
         self.batch_images.observe(batch_images)
         for decision in decisions:

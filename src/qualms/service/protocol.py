@@ -19,7 +19,7 @@ from qualms.service.schemas import (
 from qualms.service.uploads import ImageReader, Pixels
 from qualms.version import __version__
 
-ANY_LENGTH = -1
+ANY_LENGTH = -1  # stands for a length that is not fixed, in the shapes of the protocol
 MAX_AXES = 4  # images, height, width and channels
 
 
@@ -81,33 +81,35 @@ class InferResponse(BaseModel):
 def add_protocol_routes(
     app: FastAPI,
     handler: RequestHandler,
-    needs_token: list[Any],
+    token_dependencies: list[Any],
 ) -> None:
-    """Add the routes below /v2. The paths hold the model's name, so no other can be requested.
+    """Add the routes below /v2.
+
+    The model's name is a fixed part of the paths, so no other model can be requested.
 
     Args:
         app: The app to add the routes to.
         handler: Decodes and scores the requests.
-        needs_token: The dependencies of the routes that need a token, for OpenAPI.
+        token_dependencies: The dependencies of the routes that need a token, for OpenAPI.
     """
     errors = error_responses(401)
     errors_or_not_ready = error_responses(401, 503)
     _add_health_routes(app, handler)
 
-    @app.get("/v2", responses=errors, dependencies=needs_token)
+    @app.get("/v2", responses=errors, dependencies=token_dependencies)
     async def server() -> ServerMetadata:
         """Describe the server."""
         return ServerMetadata(name="qualms", version=__version__, extensions=[])
 
     path = f"/v2/models/{handler.startup.model_info.model}"
 
-    @app.get(f"{path}/ready", responses=errors_or_not_ready, dependencies=needs_token)
+    @app.get(f"{path}/ready", responses=errors_or_not_ready, dependencies=token_dependencies)
     async def model_ready() -> Ready:
         """Check that the network is loaded and responds."""
         handler.require_ready()
         return Ready(ready=True)
 
-    @app.get(path, responses=errors_or_not_ready, dependencies=needs_token)
+    @app.get(path, responses=errors_or_not_ready, dependencies=token_dependencies)
     async def metadata() -> ModelMetadata:
         """Describe the network's inputs and outputs."""
         handler.require_ready()
@@ -117,11 +119,11 @@ def add_protocol_routes(
         f"{path}/infer",
         responses=error_responses(),
         openapi_extra={"requestBody": infer_body_schema()},
-        dependencies=needs_token,
+        dependencies=token_dependencies,
     )
     async def infer(request: Request) -> InferResponse:
         """Score images sent as one array. Other sizes are resized to the network's."""
-        return await _infer(request, handler)
+        return await _answer_inference(request, handler)
 
 
 def _add_health_routes(app: FastAPI, handler: RequestHandler) -> None:
@@ -156,7 +158,7 @@ def _describe_model(handler: RequestHandler) -> ModelMetadata:
     if transform is not None:
         shape = [ANY_LENGTH, *transform.size, transform.channels or ANY_LENGTH]
     outputs = []
-    for name, datatype in _output_types(info).items():
+    for name, datatype in _output_datatypes(info).items():
         outputs.append(TensorMetadata(name=name, datatype=datatype, shape=[ANY_LENGTH]))
     return ModelMetadata(
         name=info.model,
@@ -167,8 +169,8 @@ def _describe_model(handler: RequestHandler) -> ModelMetadata:
     )
 
 
-async def _infer(request: Request, handler: RequestHandler) -> InferResponse:
-    """Answer one inference request.
+async def _answer_inference(request: Request, handler: RequestHandler) -> InferResponse:
+    """Score the images of one inference request, and return the requested outputs.
 
     Args:
         request: A request whose body should be an `InferRequest`.
@@ -180,31 +182,31 @@ async def _infer(request: Request, handler: RequestHandler) -> InferResponse:
     """
     if content_type(request) != "application/json":
         raise HTTPException(415, "the content type is not supported; send application/json.")
-    reader = handler.image_reader()
+    reader = handler.make_image_reader()
     body = await request.body()
-    infer_request, images = await handler.decode(request, _parse_infer_request, body, reader)
+    infer_request, images = await handler.run_in_thread(request, _parse_infer_request, body, reader)
     info = handler.startup.model_info
-    names = _select_outputs(infer_request, info)
+    output_names = _select_outputs(infer_request, info)
     results = await handler.score(request, images, with_layers=False)
     return InferResponse(
         model_name=info.model,
         model_version=info.model_hash,
         id=infer_request.id,
-        outputs=_output_tensors(results, names, info),
+        outputs=_make_output_tensors(results, output_names, info),
     )
 
 
 def _select_outputs(infer_request: InferRequest, info: ModelInfo) -> list[str]:
-    """Return the names of the requested outputs, all by default.
+    """Return the names of the requested outputs; all outputs if the request names none.
 
     Args:
         infer_request: The request.
-        info: The model's description.
+        info: The model's description, which decides the available outputs.
 
     Raises:
-        HTTPException: 422 if there is no such output.
+        HTTPException: 422 if a requested output does not exist.
     """
-    available = list(_output_types(info))
+    available = list(_output_datatypes(info))
     if infer_request.outputs is None:
         return available
     names = [output.name for output in infer_request.outputs]
@@ -215,53 +217,56 @@ def _select_outputs(infer_request: InferRequest, info: ModelInfo) -> list[str]:
     return names
 
 
-def _output_tensors(
+def _make_output_tensors(
     results: Results,
-    names: list[str],
+    output_names: list[str],
     info: ModelInfo,
 ) -> list[OutputTensor]:
-    """Convert results to named arrays, an array per output with an entry for each image.
+    """Convert results to arrays: one for each output, with an entry for each image.
 
     Args:
         results: For each image the fields of a `Result`, without its id.
-        names: The requested outputs; repeated names give one array.
+        output_names: The names of the requested outputs; repeated names give one array.
         info: The model's description.
     """
-    datatypes = _output_types(info)
+    datatypes = _output_datatypes(info)
+    unique_names = dict.fromkeys(output_names)  # as a set, but in the requested order
     tensors = []
-    for name in dict.fromkeys(names):
+    for name in unique_names:
         data = [_output_value(result, name) for result in results]
         tensor = OutputTensor(name=name, datatype=datatypes[name], shape=[len(data)], data=data)
         tensors.append(tensor)
     return tensors
 
 
-def _output_types(info: ModelInfo) -> dict[str, str]:
-    """Return the datatypes of the outputs, by name.
+def _output_datatypes(info: ModelInfo) -> dict[str, str]:
+    """Return a dict from the name of each output to its datatype, in the protocol's notation.
 
-    An output is left out if the service has nothing to put there: names of classes, or a threshold.
+    Outputs that need names of classes, a threshold or its reference scores are left out if the
+    service does not have these.
 
     Args:
         info: The model's description.
     """
-    types = {"prediction": "INT64", "confidence": "FP64"}
+    datatypes = {"prediction": "INT64", "confidence": "FP64"}
     for method in info.methods:
-        types[f"score_{method}"] = "FP64"
+        datatypes[f"score_{method}"] = "FP64"
     if info.class_names:
-        types["class_name"] = "BYTES"
+        datatypes["class_name"] = "BYTES"
     if info.reference:
-        types["percentile"] = "FP64"
+        datatypes["percentile"] = "FP64"
+    # Every threshold has a rule, even one without a finite value.
     if info.rule is not None:
-        types["accepted"] = "BOOL"
-    return types
+        datatypes["accepted"] = "BOOL"
+    return datatypes
 
 
 def _output_value(result: dict[str, Any], name: str) -> Any:
     """Return the value of one output for one image.
 
     Args:
-        result: The fields of a `Result`.
-        name: The output's name.
+        result: The fields of a `Result` for this image.
+        name: The output's name, one of `_output_datatypes`.
     """
     if name == "accepted":
         return result["decision"] == "accepted"
@@ -271,14 +276,14 @@ def _output_value(result: dict[str, Any], name: str) -> Any:
 
 
 def _parse_infer_request(body: bytes, reader: ImageReader) -> tuple[InferRequest, list[Pixels]]:
-    """Parse a request and read its images.
+    """Parse the body of an inference request, and convert its array to images.
 
     Args:
         body: The request's body.
-        reader: Reads the images within the limits.
+        reader: Converts the images, and checks the limits on their number and pixels.
 
     Returns:
-        The request, and its images.
+        The request, and its images, each [c, h, w].
 
     Raises:
         ValidationError: If the body is not an `InferRequest`.
@@ -286,7 +291,8 @@ def _parse_infer_request(body: bytes, reader: ImageReader) -> tuple[InferRequest
             many images or pixels.
     """
     infer_request = InferRequest.model_validate_json(body)
-    tensor = infer_request.inputs[0]
+    tensor = infer_request.inputs[0]  # the only one (see `InferRequest`)
+    # Before the numbers are read, since a shape can announce any number of them.
     reader.require_count(tensor.shape[0])
     reader.require_pixels(tensor.shape)
     count = math.prod(tensor.shape)
@@ -305,34 +311,37 @@ def _parse_infer_request(body: bytes, reader: ImageReader) -> tuple[InferRequest
 def _flatten_numbers(data: list[Any], count: int) -> np.ndarray | None:
     """Flatten nested lists of numbers.
 
-    The types are checked before numpy sees them: it would convert anything, and one long text among
-    the numbers would make it allocate that length for each of them.
+    All items must be numbers before NumPy converts them: it would convert anything, and for one
+    long string it would allocate the length of that string for each item.
 
     Args:
         data: Nested lists of any depth, or a flat one.
         count: The expected number of numbers.
 
     Returns:
-        [count], or None if there are more, fewer, or other things than numbers.
+        An array [count]; None if there are more or fewer items, or items other than numbers.
     """
     flat = data
+    # Each pass removes one level of nesting.
     for _ in range(MAX_AXES - 1):
         if not flat or type(flat[0]) is not list:
             break
         length = len(flat[0])
-        if len(flat) * length > count or not _are_rows(flat, length):
+        if len(flat) * length > count or not _are_lists_of_length(flat, length):
             return None
         flat = list(chain.from_iterable(flat))
+    # `type` instead of `isinstance`, for which True would be an int.
     if len(flat) != count or not {int, float}.issuperset(map(type, flat)):
         return None
     try:
         values = np.asarray(flat)
-    # Of integers too long for any type.
+    # Integers that are too large for all of NumPy's dtypes.
     except (ValueError, OverflowError):
         return None
+    # Large integers may also become an array of objects.
     return values if values.dtype.kind in "iuf" else None
 
 
-def _are_rows(data: list[Any], length: int) -> bool:
+def _are_lists_of_length(items: list[Any], length: int) -> bool:
     """Whether all items are lists with `length` items each."""
-    return all(type(row) is list and len(row) == length for row in data)
+    return all(type(item) is list and len(item) == length for item in items)

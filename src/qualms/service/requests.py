@@ -1,4 +1,4 @@
-"""What all scoring routes share: check that the network is ready, decode a request, score it."""
+"""Shared by all scoring routes: check that the network is ready, decode a request, score it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -23,13 +23,13 @@ ScoreFn = Callable[[ScoreRequest], Awaitable[ScoreResponse]]
 # For each image the fields of a `Result`, without its id.
 Results = list[dict[str, Any]]
 DECODE_THREADS = 4
-MAX_FORM_FIELDS = 8  # besides the files; none is used
-# Seconds: a start takes some, or minutes.
+MAX_FORM_FIELDS = 8  # the most parts of a form besides its files
+# In seconds: a start takes seconds to minutes.
 RETRY_AFTER = {"Retry-After": "5"}
 
 
-def _decode_threads() -> ThreadPoolExecutor:
-    """Create the threads in which images are decoded; none is started yet."""
+def _make_decode_executor() -> ThreadPoolExecutor:
+    """Create the executor whose threads decode images; threads are started when first used."""
     return ThreadPoolExecutor(DECODE_THREADS, "decode")
 
 
@@ -37,11 +37,11 @@ def _decode_threads() -> ThreadPoolExecutor:
 class RequestHandler:
     """Handles requests for scores, for all routes.
 
-    Images are decoded in threads of their own. LitServe waits for responses in asyncio's threads,
-    and slow images would block them.
+    Images are decoded in the threads of `executor`. LitServe waits for responses in asyncio's
+    threads, so images that are slow to decode must not block these.
 
     Args:
-        startup: The model's information, and how far the start is.
+        startup: The model's description, and the progress of the start.
         config: The limits.
         metrics: Counts the images.
         send: Sends a request to the process with the model, and waits for the response.
@@ -53,7 +53,7 @@ class RequestHandler:
     metrics: Metrics
     send: ScoreFn
     is_hung: Callable[[], bool]
-    executor: ThreadPoolExecutor = field(default_factory=_decode_threads, init=False)
+    executor: ThreadPoolExecutor = field(default_factory=_make_decode_executor, init=False)
 
     def is_ready(self) -> bool:
         """Whether the network is loaded and responds."""
@@ -72,22 +72,24 @@ class RequestHandler:
             message = "the network is not responding; retry in a few seconds."
             raise HTTPException(503, message, RETRY_AFTER)
 
-    def image_reader(self) -> ImageReader:
-        """Return a reader that resizes images to the network's size, which is known once it is ready.
+    def make_image_reader(self) -> ImageReader:
+        """Return an object that reads images, and resizes them to the network's input size.
 
         Raises:
             HTTPException: 503 if the network is not ready.
         """
+        # Until the network is ready, its input size is unknown.
         self.require_ready()
         return ImageReader(self.startup.transform, self.config)
 
-    async def decode(self, request: Request, function: Callable[..., T], *args: Any) -> T:
-        """Call a function in a thread of its own, so that other requests are answered meanwhile.
+    async def run_in_thread(self, request: Request, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in another thread, so that other requests are answered meanwhile.
 
         Args:
-            request: The request. Its state holds the running call, which goes on after a 504.
+            request: The request that the call is for. The call is stored in its state, so that the
+                middleware counts it if it continues after a 504.
             function: Decodes a body.
-            args: Arguments of the function.
+            args: The arguments of the function.
 
         Returns:
             What the function returns.
@@ -95,10 +97,10 @@ class RequestHandler:
         Raises:
             HTTPException: 413 if memory runs out.
         """
-        running = self.executor.submit(function, *args)
-        request_state(request.scope).work = running
+        running_call = self.executor.submit(function, *args)
+        request_state(request.scope).work = running_call
         try:
-            return await asyncio.wrap_future(running)
+            return await asyncio.wrap_future(running_call)
         except MemoryError:
             message = (
                 "the request needs more memory than is available; send fewer or smaller images."
@@ -114,8 +116,9 @@ class RequestHandler:
         """Score the images of a request, in a batch with those of other requests.
 
         Args:
-            request: The request. Its state holds the running work, which goes on after a 504.
-            images: The images, at least one.
+            request: The request. The scoring is stored in its state, so that the middleware counts
+                it if it continues after a 504.
+            images: The images, at least one, each [c, h, w].
             with_layers: Whether the results hold the share of each layer.
 
         Returns:
@@ -128,7 +131,7 @@ class RequestHandler:
         state = request_state(request.scope)
         score_request = ScoreRequest(images, with_layers, state.received_at)
         state.work = asyncio.ensure_future(self.send(score_request))
-        # At the deadline, the middleware cancels this route, but not the scoring, which it counts.
+        # At the deadline, the middleware cancels this route; `shield` lets the scoring continue.
         response: ScoreResponse = await asyncio.shield(state.work)
         if response.timed_out:
             raise HTTPException(504, "the request waited too long to be scored; retry later.")
@@ -144,7 +147,7 @@ class RequestHandler:
         return response.results
 
     async def read_images(self, request: Request) -> tuple[list[str], list[Pixels]]:
-        """Read the images of a request to `/v1/score`.
+        """Read the images of a request to `/v1/score`, from files or from nested lists.
 
         Args:
             request: A request whose body should be a form or JSON.
@@ -155,24 +158,29 @@ class RequestHandler:
         Raises:
             HTTPException: If the network is not ready, or if the body is invalid.
         """
-        reader = self.image_reader()
-        kind = content_type(request)
-        if kind == "application/json":
+        reader = self.make_image_reader()
+        media_type = content_type(request)
+        if media_type == "application/json":
             body = await request.body()
-            images = await self.decode(request, _parse_arrays, body, reader)
-            return [str(position) for position in range(len(images))], images
-        if kind != "multipart/form-data":
+            images = await self.run_in_thread(request, _parse_arrays, body, reader)
+            ids = [str(position) for position in range(len(images))]
+            return ids, images
+        if media_type != "multipart/form-data":
             message = (
                 "the content type is not supported; send multipart/form-data or application/json."
             )
             raise HTTPException(415, message)
         files = await _read_form(request, self.config.max_images)
-        images = await self.decode(request, reader.read_files, files)
-        return [name for name, _ in files], images
+        images = await self.run_in_thread(request, reader.read_files, files)
+        ids = [name for name, _ in files]
+        return ids, images
 
 
 def content_type(request: Request) -> str:
-    """Return the content type of a request in lower case, without parameters; empty if not given."""
+    """Return the media type of a request in lower case, such as `application/json`.
+
+    Parameters such as `charset` are removed. Without the header, the result is empty.
+    """
     header: str = request.headers.get("content-type", "")
     return header.partition(";")[0].strip().lower()
 
@@ -200,6 +208,7 @@ async def _read_form(request: Request, max_files: int) -> list[tuple[str, bytes]
     except StarletteHTTPException as error:
         if error.status_code != 400:
             raise
+        # Starlette has no error class for each cause, only its message.
         if "Too many files" in error.detail:
             message = f"the request has more than {max_files} images; send fewer."
             raise HTTPException(413, message) from None
@@ -208,12 +217,13 @@ async def _read_form(request: Request, max_files: int) -> list[tuple[str, bytes]
 
 
 def _image_parts(form: FormData) -> list[UploadFile]:
-    """Return the files of a form, all of whose parts must be files named `images`.
+    """Return the files of a form, and require that it has nothing but files named `images`.
 
     Raises:
         HTTPException: 422 if there are other parts.
     """
     parts = []
+    # `multi_items`, since all parts have the same name.
     for name, part in form.multi_items():
         if name != "images" or not isinstance(part, UploadFile):
             message = "the form has parts that are not files named `images`; remove them."
@@ -223,11 +233,14 @@ def _image_parts(form: FormData) -> list[UploadFile]:
 
 
 def _parse_arrays(body: bytes, reader: ImageReader) -> list[Pixels]:
-    """Parse a JSON body, and read its images.
+    """Parse a JSON body, and convert its nested lists to images.
 
     Args:
         body: The request's body.
-        reader: Reads the images within the limits.
+        reader: Converts the images, and checks the limits on their number and pixels.
+
+    Returns:
+        The images, each [c, h, w].
 
     Raises:
         ValidationError: If the body is not an `ImageArrays`.

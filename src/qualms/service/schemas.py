@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 # Pillow decodes these itself. For others it may start a program such as Ghostscript.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_ECHO = 80  # characters of a request that an error message repeats
-# Names of outputs in a request; there are fewer outputs.
+# The most names of outputs in a request; a service has fewer outputs.
 MAX_OUTPUTS = 100
-# Pydantic makes an object of each mistake to describe it.
+# With more mistakes, only their number is reported: Pydantic makes an object for each description.
 MAX_MISTAKES = 100
 
 Number = Annotated[float, Field(strict=True, ge=0, le=255, allow_inf_nan=False)]
@@ -140,10 +140,11 @@ ERROR_DESCRIPTIONS = {
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Describe the errors of a route, for OpenAPI.
+    """Describe the error responses of a route, for OpenAPI.
 
     Args:
-        statuses: The statuses of the errors; all by default.
+        statuses: The HTTP statuses that the route may answer; by default all in
+            `ERROR_DESCRIPTIONS`.
 
     Returns:
         The argument `responses` of FastAPI's decorators.
@@ -207,9 +208,9 @@ class InferRequest(BaseModel):
 
 
 def score_body_schema(max_images: int) -> dict[str, Any]:
-    """Return the OpenAPI schema of a request to `/v1/score`.
+    """Return the OpenAPI description of the body of a request to `/v1/score`.
 
-    Written by hand: FastAPI infers one content type for a body, and this route accepts two.
+    FastAPI would infer one content type, but this route accepts two: a form and JSON.
 
     Args:
         max_images: The most images in a request.
@@ -234,7 +235,10 @@ def score_body_schema(max_images: int) -> dict[str, Any]:
 
 
 def infer_body_schema() -> dict[str, Any]:
-    """Return the OpenAPI schema of an inference request, which the route parses itself."""
+    """Return the OpenAPI description of the body of an inference request.
+
+    FastAPI cannot infer it, since the route parses the body itself.
+    """
     schema = InferRequest.model_json_schema()
     definitions = schema.pop("$defs")
     content = {"application/json": {"schema": _inline_refs(schema, definitions)}}
@@ -242,10 +246,12 @@ def infer_body_schema() -> dict[str, Any]:
 
 
 def _inline_refs(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Replace `$ref`s by what they refer to: OpenAPI would look for it in its own document.
+    """Return a JSON schema in which each `$ref` is replaced by the definition that it names.
+
+    An OpenAPI document that contains the schema would look for the definitions in other places.
 
     Args:
-        schema: A JSON schema, or a part of one.
+        schema: A JSON schema, or a part of one: a dict, a list or a plain value.
         definitions: The `$defs` of the schema, by name.
     """
     if isinstance(schema, list):
@@ -253,13 +259,13 @@ def _inline_refs(schema: Any, definitions: dict[str, Any]) -> Any:
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]
+        name = schema["$ref"].rpartition("/")[2]  # from "#/$defs/NAME"
         return _inline_refs(definitions[name], definitions)
     return {key: _inline_refs(value, definitions) for key, value in schema.items()}
 
 
 def describe_validation_error(error: ValidationError) -> tuple[int, str]:
-    """Describe the first mistake in a body; with very many mistakes, only their number.
+    """Describe the first mistake in a body; with more than `MAX_MISTAKES`, only their number.
 
     Args:
         error: The error that pydantic raised.
@@ -273,9 +279,10 @@ def describe_validation_error(error: ValidationError) -> tuple[int, str]:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return 400, "the body is not valid JSON."
+    # The fields and positions that lead to the mistake, such as "images", 0.
     path = []
     for part in map(str, first["loc"]):
-        # Leave out pydantic's names of types, as `list[float]`.
+        # Leave out Pydantic's names of types, such as `list[float]`.
         if part.replace("_", "").isalnum():
             path.append(part)
     where = ".".join(path) or "the body"

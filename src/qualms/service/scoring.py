@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,11 +34,9 @@ from qualms.stream.network import Network
 from qualms.stream.sizes import SERVICE_BATCH
 from qualms.threshold import Threshold
 
-IMAGES_NAME = "the request"  # what errors call the images
-GRAY = 128
-# The positions of a request in its batch, and of an image in it.
-ImageKey = tuple[int, int]
-# Around the scoring of so many images.
+IMAGES_NAME = "the request"  # the name of images in error messages
+GRAY = 128  # the value of all pixels of the image that a network is tried on
+# Called with a number of images; returns the context manager in which they are scored.
 WatchFn = Callable[[int], AbstractContextManager[None]]
 log = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ class ModelError(QualmsError):
     """The model raised something other than a `QualmsError`.
 
     Args:
-        original: What it raised.
+        original: The error that the model raised.
     """
 
     def __init__(self, original: Exception) -> None:
@@ -72,22 +70,26 @@ class ScoringService:
 
     @property
     def model_info(self) -> ModelInfo:
-        """The description of the loaded model."""
+        """The description of the model, with all fields, as `/v1/model` returns it."""
         info = describe_unloaded(self.name, self.scorer.methods, self.scorer.threshold)
-        loaded = {
+        fields_of_loaded_model = {
             "model_hash": fingerprint(self.network.model),
             "class_names": list(self.network.class_names) or None,
             "tolerance": self.scorer.settings.tolerance,
         }
-        return info.model_copy(update=loaded)
+        return info.model_copy(update=fields_of_loaded_model)
 
     @property
     def first_method(self) -> tuple[str, Method]:
-        """The name of the method that decides, and the method."""
+        """The scorer's first method, as `(name, method)`.
+
+        The service accepts a prediction, or abstains, by comparing this method's score with the
+        threshold.
+        """
         return next(iter(self.scorer.methods.items()))
 
-    def gray_image(self) -> UInt8[Tensor, "1 c h w"] | None:
-        """Return a gray image to try the network on; None if the network's input size is unknown."""
+    def make_gray_image(self) -> UInt8[Tensor, "1 c h w"] | None:
+        """Make a gray image to try the network on; None if the network's input size is unknown."""
         transform = self.network.transform
         if transform is None:
             return None
@@ -95,11 +97,12 @@ class ScoringService:
         return torch.full((1, channels, *transform.size), GRAY, dtype=torch.uint8)
 
     def price(self) -> Price | None:
-        """Return the price of one image: its forward passes, counted, and their seconds.
+        """Measure the price of scoring one image: its forward passes, and their seconds.
 
-        None if the network's input size is unknown.
+        Returns:
+            The price; None if the network's input size is unknown.
         """
-        image = self.gray_image()
+        image = self.make_gray_image()
         if image is None:
             return None
         inputs = self.network.inputs(_as_images(image))
@@ -111,15 +114,15 @@ class ScoringService:
         Returns:
             The scores of the image; None if the network's input size is unknown.
         """
-        image = self.gray_image()
+        image = self.make_gray_image()
         if image is None:
             return None
         return self.score(image)
 
     def score(self, pixels: UInt8[Tensor, "n c h w"]) -> Scored:
-        """Score images of one size.
+        """Score n images of one size.
 
-        Random draws follow the pixels, so an image's score does not depend on its batch.
+        Random draws are decided by an image's pixels, so its score does not depend on its batch.
         """
         return ImageScorer(self.network, self.scorer).score(_as_images(pixels))
 
@@ -127,21 +130,23 @@ class ScoringService:
         """Compute each layer's share of the first method's score, without smoothing.
 
         Args:
-            pixels: Images of one size.
+            pixels: n images of one size.
 
         Returns:
-            For each image, the fields of a `LayerShare` for each layer.
+            For each image, the fields of a `LayerShare` (`name` and `share`) for each layer.
         """
-        name, method = self.first_method
+        method_name, method = self.first_method
         inputs = self.network.inputs(_as_images(pixels))
         settings = self.scorer.settings
-        layers, sums = layer_sums(self.network.model, inputs, {name: method}, settings)
-        shares = _normalize_rows(sums[name])
-        rows = []
-        for row in shares.tolist():
-            pairs = zip(layers, row, strict=True)
-            rows.append([{"name": layer, "share": share} for layer, share in pairs])
-        return rows
+        layer_names, sums_by_method = layer_sums(
+            self.network.model, inputs, {method_name: method}, settings
+        )
+        shares = _normalize_rows(sums_by_method[method_name])
+        fields_of_images = []
+        for image_shares in shares.tolist():
+            pairs = zip(layer_names, image_shares, strict=True)
+            fields_of_images.append([{"name": name, "share": share} for name, share in pairs])
+        return fields_of_images
 
 
 def describe_unloaded(
@@ -153,10 +158,10 @@ def describe_unloaded(
 
     Args:
         name: The model's name in answers and paths.
-        methods: The methods by name; the first one decides.
-        threshold: The threshold, if there is one.
+        methods: The methods by name; the score of the first one is compared with the threshold.
+        threshold: The threshold; None if the service has none.
     """
-    first = next(iter(methods.values()))
+    first_method = next(iter(methods.values()))
     info = ModelInfo(
         model=name,
         model_hash="",
@@ -165,18 +170,18 @@ def describe_unloaded(
         threshold=None,
         rule=None,
         reference=[],
-        layers=has_layers(first),
+        layers=has_layers(first_method),
         tolerance=None,
     )
     if threshold is None:
         return info
-    is_finite = math.isfinite(threshold.value)  # JSON has no infinity
-    decides = {
-        "threshold": threshold.value if is_finite else None,
+    is_finite = math.isfinite(threshold.value)
+    threshold_fields = {
+        "threshold": threshold.value if is_finite else None,  # JSON has no infinity
         "rule": threshold.rule,
         "reference": list(threshold.reference),
     }
-    return info.model_copy(update=decides)
+    return info.model_copy(update=threshold_fields)
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,7 @@ class ScoreRequest:
     Args:
         images: The images, which may differ in size.
         with_layers: Whether the results hold each layer's share of the score.
-        received_at: When the headers arrived, by `time.monotonic`.
+        received_at: When the request's headers arrived, by `time.monotonic`.
     """
 
     images: list[Pixels]
@@ -199,13 +204,14 @@ class ScoreResponse:
     """The results of one request, or why there are none.
 
     Args:
-        results: For each image the fields of a `Result`, without its id. None if there are none.
-        batch_images: The number of images in the batch, with those of other requests.
+        results: For each image the fields of a `Result`, without its id. None if the images were
+            not scored.
+        batch_images: The number of images of all requests in the batch.
         failed: Whether the model raised an unexpected error.
-        timed_out: Whether the deadline passed first.
+        timed_out: Whether the deadline passed before the images were scored.
 
-    If there are no results, and the request has neither failed nor timed out, the network cannot
-    score such images.
+    If `results` is None, and neither `failed` nor `timed_out` is true, the network cannot score
+    images of these sizes.
     """
 
     results: list[dict[str, Any]] | None
@@ -222,13 +228,15 @@ def score_requests(
 ) -> list[ScoreResponse]:
     """Score the images of several requests, in batches of images of one size.
 
-    A request whose deadline has passed is dropped between batches, because nobody waits for it.
+    Before each batch, requests whose deadline has passed are dropped, because nobody waits for
+    their scores.
 
     Args:
         service: The network and its scorer.
         requests: The requests, in order of arrival.
         deadline: Seconds from the arrival of a request to its deadline.
-        watch: Maps a number of images to the context manager in which they are scored.
+        watch: Called with the number of images in a batch; returns the context manager in which
+            the batch is scored.
 
     Returns:
         A response to each request.
@@ -236,22 +244,30 @@ def score_requests(
     batch = _RequestBatch(service, requests, watch)
     for keys in batch.split_by_size():
         batch.drop_expired(keys, deadline)
-        left = batch.open_keys(keys)
-        if left:
-            batch.score(left)
+        unanswered = batch.keep_unanswered(keys)
+        if unanswered:
+            batch.score(unanswered)
     return batch.responses
 
 
+class _ImageKey(NamedTuple):
+    """Which image: the position of its request in the batch, and its position in the request."""
+
+    request_index: int
+    image_index: int
+
+
 class _RequestBatch:
-    """Requests that are scored together, and their responses as they are filled in.
+    """Requests that are scored together, and their responses.
 
     Args:
         service: The network and its scorer.
         requests: The requests, in order of arrival.
-        watch: Maps a number of images to the context manager in which they are scored.
+        watch: Called with a number of images; returns the context manager in which they are scored.
 
     Attributes:
-        responses: A response for each request, with an empty result for each image to begin with.
+        responses: A response for each request. At first each image has an empty result, which
+            `score` replaces.
     """
 
     def __init__(
@@ -260,48 +276,49 @@ class _RequestBatch:
         requests: Sequence[ScoreRequest],
         watch: WatchFn,
     ) -> None:
-        """Begin with empty results."""
+        """Store the arguments, and give each image an empty result."""
         self.service = service
         self.requests = requests
         self.watch = watch
-        total = sum(len(request.images) for request in requests)
+        batch_images = sum(len(request.images) for request in requests)
         self.responses = []
         for request in requests:
-            empty: list[dict[str, Any]] = [{}] * len(request.images)
-            self.responses.append(ScoreResponse(empty, total))
+            empty_results: list[dict[str, Any]] = [{}] * len(request.images)
+            self.responses.append(ScoreResponse(empty_results, batch_images))
 
-    def split_by_size(self) -> Iterator[list[ImageKey]]:
+    def split_by_size(self) -> Iterator[list[_ImageKey]]:
         """Yield the keys of all images, at most `SERVICE_BATCH` of one size at a time."""
-        by_size: dict[tuple[int, ...], list[ImageKey]] = {}
-        for r, request in enumerate(self.requests):
-            for i, image in enumerate(request.images):
-                by_size.setdefault(image.shape, []).append((r, i))
-        for keys in by_size.values():
+        keys_by_shape: dict[tuple[int, ...], list[_ImageKey]] = {}
+        for request_index, request in enumerate(self.requests):
+            for image_index, image in enumerate(request.images):
+                key = _ImageKey(request_index, image_index)
+                keys_by_shape.setdefault(image.shape, []).append(key)
+        for keys in keys_by_shape.values():
             for start in range(0, len(keys), SERVICE_BATCH):
                 yield keys[start : start + SERVICE_BATCH]
 
-    def drop_expired(self, keys: list[ImageKey], deadline: float) -> None:
-        """Time out those requests of these images whose deadline has passed.
+    def drop_expired(self, keys: list[_ImageKey], deadline: float) -> None:
+        """Replace the responses of requests whose deadline has passed by one that says so.
 
         Args:
-            keys: The keys of the images that are about to be scored.
+            keys: The images that are about to be scored; only their requests are looked at.
             deadline: Seconds from the arrival of a request to its deadline.
         """
-        for r in {r for r, _ in keys}:
-            if time.monotonic() > self.requests[r].received_at + deadline:
-                self.responses[r] = ScoreResponse(None, timed_out=True)
+        for index in {key.request_index for key in keys}:
+            if time.monotonic() > self.requests[index].received_at + deadline:
+                self.responses[index] = ScoreResponse(None, timed_out=True)
 
-    def open_keys(self, keys: list[ImageKey]) -> list[ImageKey]:
-        """Return the keys whose requests have neither failed nor timed out."""
-        return [(r, i) for r, i in keys if self.responses[r].results is not None]
+    def keep_unanswered(self, keys: list[_ImageKey]) -> list[_ImageKey]:
+        """Return the images among `keys` whose requests have neither failed nor timed out."""
+        return [key for key in keys if self.responses[key.request_index].results is not None]
 
-    def score(self, keys: list[ImageKey]) -> None:
-        """Score images of one size, and fill in their results.
+    def score(self, keys: list[_ImageKey]) -> None:
+        """Score images of one size together, and store their results in `responses`.
 
         If they cannot be scored together, the images of each request are scored on their own.
 
         Args:
-            keys: The keys of the images.
+            keys: Which images to score.
         """
         try:
             with self.watch(len(keys)), explain_failure(ModelError):
@@ -309,41 +326,49 @@ class _RequestBatch:
         except QualmsError as error:
             self._handle_failure(keys, error)
             return
-        for (r, i), result in zip(keys, results, strict=True):
-            self.responses[r].results[i] = result  # type: ignore[index]
+        for key, result in zip(keys, results, strict=True):
+            # Only requests that have results are scored (`keep_unanswered`).
+            self.responses[key.request_index].results[key.image_index] = result  # type: ignore[index]
 
-    def _handle_failure(self, keys: list[ImageKey], error: QualmsError) -> None:
-        """Score the images of each request on their own, or log why a single one fails.
+    def _handle_failure(self, keys: list[_ImageKey], error: QualmsError) -> None:
+        """Score the images of each request on their own; if there is one request, it has failed.
 
         Args:
-            keys: The keys of images that could not be scored together, sorted by request.
+            keys: The images that could not be scored together, sorted by request.
             error: The error of scoring them together.
         """
-        first = keys[0][0]  # the position of the first request
-        if first != keys[-1][0]:
-            for _, request_keys in groupby(keys, itemgetter(0)):
-                self.score(list(request_keys))
+        first_request_index = keys[0].request_index
+        has_several_requests = first_request_index != keys[-1].request_index
+        if has_several_requests:
+            for _, keys_of_request in groupby(keys, attrgetter("request_index")):
+                self.score(list(keys_of_request))
         elif isinstance(error, ModelError):
             log.error("the images of a request could not be scored", exc_info=error.original)
-            self.responses[first] = ScoreResponse(None, failed=True)
+            self.responses[first_request_index] = ScoreResponse(None, failed=True)
         else:
             log.warning("the images of a request cannot be scored: %s", error)
-            self.responses[first] = ScoreResponse(None)
+            self.responses[first_request_index] = ScoreResponse(None)
 
-    def _compute_results(self, keys: list[ImageKey]) -> list[dict[str, Any]]:
+    def _compute_results(self, keys: list[_ImageKey]) -> list[dict[str, Any]]:
         """Score images of one size together, with the shares of layers where these were requested.
 
         Args:
-            keys: The keys of the images.
+            keys: Which images to score.
 
         Returns:
             The fields of a `Result` for each image, without its id.
         """
-        images = [self.requests[r].images[i] for r, i in keys]
+        images = [self.requests[key.request_index].images[key.image_index] for key in keys]
         pixels = torch.from_numpy(np.stack(images))
         results = _to_results(self.service.score(pixels))
-        positions = [p for p, (r, _) in enumerate(keys) if self.requests[r].with_layers]
-        if positions and has_layers(self.service.first_method[1]):
+        _, method = self.service.first_method
+        if not has_layers(method):
+            return results
+        # The positions in the batch of the images whose requests ask for layers.
+        positions = [
+            p for p, key in enumerate(keys) if self.requests[key.request_index].with_layers
+        ]
+        if positions:
             shares = self.service.layer_shares(pixels[positions])
             for position, layers in zip(positions, shares, strict=True):
                 results[position]["layers"] = layers
@@ -354,25 +379,26 @@ def _to_results(scored: Scored) -> list[dict[str, Any]]:
     """Convert scores to values for JSON, a dict for each image.
 
     Args:
-        scored: The scores of images of one size.
+        scored: The scores of n images.
 
     Returns:
-        The fields of a `Result` for each image, without its id and its layers.
+        The fields of a `Result` for each image, without its id; `layers` is None.
     """
     threshold = scored.threshold
     percentiles: list[float | None] = [None] * len(scored)
     decisions: list[str | None] = [None] * len(scored)
     if threshold is not None:
-        decisions = ["accepted" if taken else "abstain" for taken in scored.accepted.tolist()]
+        is_accepted = scored.accepted.tolist()
+        decisions = ["accepted" if accepted else "abstain" for accepted in is_accepted]
         if threshold.reference:
             percentiles = scored.percentile.tolist()
-    names = scored.class_names
+    class_names = scored.class_names
     results = []
     for i, prediction in enumerate(scored.prediction.tolist()):
         scores = {method: float(values[i]) for method, values in scored.scores.items()}
         result = {
             "prediction": prediction,
-            "class_name": names[prediction] if names else None,
+            "class_name": class_names[prediction] if class_names else None,
             "confidence": float(scored.confidence[i]),
             "scores": scores,
             "percentile": percentiles[i],
@@ -384,11 +410,12 @@ def _to_results(scored: Scored) -> list[dict[str, Any]]:
 
 
 def _as_images(pixels: UInt8[Tensor, "n c h w"]) -> Images:
-    """Wrap pixels as `Images` without labels, which errors call "the request"."""
+    """Wrap pixels as `Images` without labels; error messages call them "the request"."""
     return Images(IMAGES_NAME, pixels, None)
 
 
 def _normalize_rows(sums: Float[np.ndarray, "n layers"]) -> Float[np.ndarray, "n layers"]:
     """Divide each row by its sum; leave rows of zeros unchanged."""
     totals = sums.sum(1, keepdims=True)
+    # Where `where` is false, the zeros of `out` stay.
     return np.divide(sums, totals, out=np.zeros_like(sums), where=totals > 0)

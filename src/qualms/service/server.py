@@ -27,26 +27,29 @@ from qualms.service.lifecycle import Startup, kill_forks_with_this_process
 from qualms.service.schemas import ModelInfo
 
 POLL_SECONDS = 0.05  # between two looks at the progress of the start
-# Connections that wait to be accepted, uvicorn's default.
+# The most connections that wait to be accepted; uvicorn has the same default.
 BACKLOG = 2048
-# Besides the deadline, for uvicorn to answer what it has accepted.
+# How long uvicorn may take to answer accepted requests at a stop, in addition to the deadline.
 SHUTDOWN_SECONDS = 5
-# Of multiprocessing's name of the process with the queues.
+# multiprocessing's name of the process with the queues starts so.
 MANAGER_PREFIX = "SyncManager"
 
 
 class ScoringServer(LitServer):
     """LitServe's server, which listens while the network is still loaded.
 
-    LitServe would load the network first. Here, it is loaded in a process of its own meanwhile, so
-    that the process that is told to stop is never in the middle of a call to torch.
+    LitServe would load the network first, and then listen. Here, another process loads it at the
+    same time. So the process that receives the signal to stop is never in a call to torch, which
+    would delay the stop.
 
     Args:
         worker: The process with the model.
         kwargs: Arguments of LitServe's class.
 
     Attributes:
-        on_ready: Called once the network is ready.
+        sockets: The bound sockets that the service listens on.
+        url: The service's URL, for the log.
+        on_ready: Called without arguments once the network is ready.
     """
 
     def __init__(self, worker: ScoringWorker, **kwargs: Any) -> None:
@@ -54,7 +57,7 @@ class ScoringServer(LitServer):
         super().__init__(worker, **kwargs)
         self.startup = worker.startup
         self.sockets: list[socket.socket] = []
-        self.url = ""  # for the log
+        self.url = ""
         self.on_ready: Callable[[], None] = lambda: None
 
     def _init_manager(self, num_api_servers: int) -> Any:
@@ -71,25 +74,25 @@ class ScoringServer(LitServer):
         return manager
 
     def launch_inference_worker(self, lit_api: LitAPI) -> Any:
-        """Start the process with the model.
+        """Start the process with the model, with SIGINT and SIGTERM blocked.
 
-        It starts with signals blocked until it handles them: Ctrl-C during its imports would print
-        a traceback.
+        The process inherits the blocked signals, and unblocks them once it can handle them:
+        otherwise Ctrl-C during its imports would print a traceback.
 
         Args:
             lit_api: The worker.
         """
-        # multiprocessing's resource tracker, whose start would unblock signals.
+        # Start multiprocessing's resource tracker now: starting it later would unblock the signals.
         ensure_running()
-        self.startup.log(f"{self.startup.last.step} …")
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        self.startup.log(f"{self.startup.last_progress.step} …")
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return super().launch_inference_worker(lit_api)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
     def verify_worker_status(self) -> None:
-        """Do nothing; LitServe would wait for the network here."""
+        """Do nothing: LitServe's method would wait for the network before the service listens."""
 
     def _start_server(
         self,
@@ -104,16 +107,16 @@ class ScoringServer(LitServer):
 
         Args:
             port: The port, for LitServe.
-            num_uvicorn_servers: The number of processes that answer HTTP, one.
+            num_uvicorn_servers: The number of processes that answer HTTP, which is one.
             log_level: The log level of uvicorn.
             sockets: The bound sockets.
             args: Further arguments of LitServe.
             kwargs: Further arguments of LitServe and uvicorn.
         """
         self.sockets = sockets
-        for bound in sockets:
-            # Early connections wait for the process.
-            bound.listen(BACKLOG)
+        for bound_socket in sockets:
+            # From now on, connections are queued until the process that answers HTTP runs.
+            bound_socket.listen(BACKLOG)
         self.startup.log(f"listening on {self.url}")
         return super()._start_server(port, num_uvicorn_servers, log_level, sockets, *args, **kwargs)
 
@@ -132,17 +135,17 @@ class ScoringServer(LitServer):
         """Wait until the network has scored a first image.
 
         Args:
-            processes: The processes that must not end meanwhile.
+            processes: The processes that must not end before that.
 
         Raises:
-            KeyboardInterrupt: If a signal has arrived.
+            KeyboardInterrupt: If SIGINT or SIGTERM has arrived.
             QualmsError: If the network cannot be loaded, or if a process ended.
             RuntimeError: If the network raised another error.
         """
         while True:
             if self.startup.is_stopped:
                 raise KeyboardInterrupt
-            # In this order: a process may report a failure just before it ends.
+            # Before the progress is read: a process may report a failure just before it ends.
             are_alive = all(process.is_alive() for process in processes)
             progress = self.startup.progress()
             if progress.failure is not None:
@@ -162,7 +165,7 @@ class ScoringServer(LitServer):
         uvicorn_workers: dict[Any, Any],
         shutdown_reason: str = "normal",
     ) -> None:
-        """Stop in LitServe's order if the network is ready, else kill all processes.
+        """Let LitServe stop if the network is ready, else kill all processes.
 
         Args:
             manager: The manager that LitServe has created, which is shut down.
@@ -172,14 +175,14 @@ class ScoringServer(LitServer):
         if self.startup.is_ready:
             super()._perform_graceful_shutdown(manager, uvicorn_workers, shutdown_reason)
             return
-        # No request was accepted yet. A process in a call to torch reacts to SIGKILL only.
+        # No request was accepted yet. A process in a call to torch only reacts to SIGKILL.
         processes = [*uvicorn_workers.values(), *self.inference_workers]
         for process in processes:
             process.kill()
         for process in processes:
             process.join()
-        for bound in self.sockets:
-            bound.close()
+        for bound_socket in self.sockets:
+            bound_socket.close()
         manager.shutdown()
 
 
@@ -188,7 +191,7 @@ def build_server(
     config: ServiceConfig,
     startup: Startup,
 ) -> tuple[ScoringServer, BatchClient]:
-    """Build LitServe's server, without its own pages.
+    """Build a server on LitServe's, without the routes that LitServe adds.
 
     Args:
         load: Loads the network, and chooses its device.
@@ -196,7 +199,7 @@ def build_server(
         startup: Reports the progress of the process with the model.
 
     Returns:
-        The server, and the client to score requests with.
+        The server, and the client that sends requests to the process with the model.
     """
     worker = ScoringWorker(load, config, startup)
     server = ScoringServer(worker, accelerator="cpu", devices=1, timeout=config.deadline)
@@ -215,7 +218,7 @@ def serve(
     """Serve until Ctrl-C or SIGTERM.
 
     Accepted requests are answered before the service stops, unless Ctrl-C is pressed twice. The
-    port is open at once; until the network is ready, requests get 503.
+    port is open from the start; until the network is ready, requests get status 503.
 
     Args:
         load: Loads the network in a process of its own, and scores a first image. It is called with
@@ -223,7 +226,8 @@ def serve(
         model_info: The model's description before it is loaded.
         config: The address, the token and the limits.
         echo: Writes a line to the log. Must be picklable.
-        steps: The number of steps of the start: that of the process, and those that `load` reports.
+        steps: The number of steps of the start: one that starts the process with the network, and
+            those that `load` reports.
 
     Raises:
         QualmsError: If the port is in use, if the network cannot be loaded, or if its process ends.
@@ -233,13 +237,14 @@ def serve(
     startup = Startup(model_info, steps, echo)
     server, client = build_server(load, config, startup)
     add_service(server.app, startup, config, client.score, lambda: client.is_hung)
-    server.url = _url(config)
+    server.url = _service_url(config)
     server.on_ready = lambda: _report_ready(server)
-    server.app.router.lifespan_context = _ignore_ctrl_c_in(server)
-    # Forks share the imported modules, and their exit does not search them for garbage.
+    server.app.router.lifespan_context = _lifespan_without_ctrl_c(server)
+    # Hide all objects so far, such as modules, from the garbage collector: forks then share their
+    # memory, and do not search them for garbage as they exit.
     gc.freeze()
     kill_forks_with_this_process()
-    _handle_stop_signals(_stop_start(startup))
+    _handle_stop_signals(_make_startup_handler(startup))
     try:
         server.run(
             config.host,
@@ -251,9 +256,10 @@ def serve(
             server_header=False,
             http=connection_factory(config.deadline),
         )
-        if not startup.is_ready:  # LitServe returns at Ctrl-C
+        # LitServe handles Ctrl-C, and returns; before the network is ready, that is an error.
+        if not startup.is_ready:
             raise KeyboardInterrupt
-    # Before LitServe handles it, or a second one.
+    # Also raised by Ctrl-C before LitServe handles it, and by a second one.
     except KeyboardInterrupt:
         _kill_children()
         raise
@@ -264,43 +270,43 @@ def serve(
         ) from None
 
 
-def _url(config: ServiceConfig) -> str:
-    """Return the service's URL; put an IPv6 address in brackets."""
-    host = config.host
-    if ":" in host:
-        host = f"[{host}]"
+def _service_url(config: ServiceConfig) -> str:
+    """Return the service's URL."""
+    is_ipv6 = ":" in config.host
+    host = f"[{config.host}]" if is_ipv6 else config.host
     return f"http://{host}:{config.port}"
 
 
 def _report_ready(server: ScoringServer) -> None:
-    """Write the last line of the start to the log, and let signals stop the server from now on.
+    """Write to the log that the network is ready; from now on, signals stop the running server.
 
     Raises:
-        KeyboardInterrupt: If a signal arrived before that.
+        KeyboardInterrupt: If SIGINT or SIGTERM has already arrived.
     """
     startup = server.startup
     _handle_stop_signals(_stop_server)
+    # The handler during startup only stored that the signal arrived.
     if startup.is_stopped:
         raise KeyboardInterrupt
     url = server.url
     model = f"{startup.model_info.model} is served at {url}"
     pages = f"its page is {url}/, its routes are at {url}/docs"
-    startup.echo(f"ready after {startup.last.seconds:.1f} s: {model}; {pages}.")
+    startup.echo(f"ready after {startup.last_progress.seconds:.1f} s: {model}; {pages}.")
 
 
-def _ignore_ctrl_c_in(server: ScoringServer) -> Callable[[FastAPI], Any]:
-    """Return the app's lifespan, in which the process that answers HTTP ignores Ctrl-C.
+def _lifespan_without_ctrl_c(server: ScoringServer) -> Callable[[FastAPI], Any]:
+    """Return a lifespan for the app, in which the process that answers HTTP ignores Ctrl-C.
 
-    Ctrl-C reaches every process, and LitServe then stops this one by SIGTERM. uvicorn would take
-    the two for a Ctrl-C that was pressed twice, and drop the requests it is answering.
+    Ctrl-C sends SIGINT to every process, and LitServe then stops this one by SIGTERM. uvicorn would
+    take the two signals for a Ctrl-C that was pressed twice, and drop the requests it is answering.
 
     Args:
-        server: The server, whose own lifespan runs inside.
+        server: LitServe's server, whose lifespan is entered as well.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        """Ignore Ctrl-C in the process that runs the app, inside LitServe's own lifespan."""
+        """Ignore SIGINT in the process that runs the app, then enter LitServe's own lifespan."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         async with server.lifespan(app):
             yield
@@ -309,20 +315,20 @@ def _ignore_ctrl_c_in(server: ScoringServer) -> Callable[[FastAPI], Any]:
 
 
 def _handle_stop_signals(handler: Callable[..., None]) -> None:
-    """Call `handler` at SIGINT and at SIGTERM from now on, in this process and in its forks."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, handler)
+    """Let SIGINT and SIGTERM call `handler` from now on, in this process and in its forks."""
+    for signal_number in STOP_SIGNALS:
+        signal.signal(signal_number, handler)
 
 
-def _stop_start(startup: Startup) -> Callable[..., None]:
-    """Return the handler of stop signals during startup, which only remembers the signal.
+def _make_startup_handler(startup: Startup) -> Callable[..., None]:
+    """Return the signal handler for SIGINT and SIGTERM during startup.
 
-    `wait_until_ready` looks for it and raises. The handler itself does not: an exception during a
-    fork would be printed and dropped by Python.
+    It only sets `startup.is_stopped`, for which `wait_until_ready` raises KeyboardInterrupt. The
+    handler does not raise it: Python would print and drop an exception during a fork.
     """
 
     def handle(*_: object) -> None:
-        """Remember the signal; a forked process that has inherited this handler exits instead."""
+        """Store that a signal arrived; a forked process, which inherits this handler, exits."""
         startup.is_stopped = True
         if parent_process() is not None:
             raise SystemExit(0)
@@ -331,9 +337,9 @@ def _stop_start(startup: Startup) -> Callable[..., None]:
 
 
 def _stop_server(*_: object) -> None:
-    """Handle SIGINT and SIGTERM alike: raise KeyboardInterrupt, at which LitServe stops in order.
+    """Handle SIGINT or SIGTERM once the network is ready: raise what makes LitServe stop in order.
 
-    A forked process that has inherited this handler exits silently instead.
+    A forked process, which inherits this handler, exits silently instead.
     """
     if parent_process() is not None:
         raise SystemExit(0)
@@ -342,20 +348,21 @@ def _stop_server(*_: object) -> None:
 
 
 def _is_no_monitoring_record(record: logging.LogRecord) -> bool:
-    """Whether a record of LitServe's log may pass: all but those of its monitoring.
+    """Whether a record of LitServe's log is written: false for those of its monitoring thread.
 
-    While the service stops, the monitoring may read a queue that has just ended, and log an error.
+    While the service stops, that thread may read a queue that has just ended, and log an error.
     """
     return "Monitoring" not in record.getMessage()
 
 
 def _kill_children() -> None:
-    """End all processes that were started; Python would wait for them at exit."""
+    """End all processes that this one started, since Python would wait for them at its exit."""
     for process in active_children():
         if process.name.startswith(MANAGER_PREFIX):
             process.terminate()
         else:
-            # After a SIGTERM, uvicorn would answer its requests first, and a start would go on.
+            # SIGKILL: at a SIGTERM, uvicorn would first answer its requests, and a process that
+            # loads the network would go on loading.
             process.kill()
 
 
@@ -366,10 +373,11 @@ def _require_free_port(config: ServiceConfig) -> None:
         QualmsError: If another program uses the port.
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(family) as trial_socket:
+        # A port whose last connections are only waiting to expire is free.
+        trial_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            trial.bind((config.host, config.port))
+            trial_socket.bind((config.host, config.port))
         except OSError as error:
             raise QualmsError(
                 f"the service cannot listen on {config.host}, port {config.port} "

@@ -52,8 +52,7 @@ class Network:
             "std": list(self.normalization.std),
         }
         if self.transform is not None:
-            # The transform's former name, as in saved runs.
-            identity["fit"] = str(self.transform)
+            identity["transform"] = self.transform.identity
         if self.members:
             identity["members"] = [fingerprint(member) for member in self.members]
         return identity

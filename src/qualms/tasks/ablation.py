@@ -8,45 +8,50 @@ import math
 from qualms.gradients.settings import Smoothing
 from qualms.methods.gradients import ExGrad, REGrad, UNGrad
 from qualms.methods.method import Method
-from qualms.tasks.paper_numbers import LAMBDA, SIGMA
+from qualms.tasks.paper_numbers import DEFAULT_LAMBDA, LAMBDA, SIGMA
 
 LAMBDAS = (0.0, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, math.inf)
 SIGMAS = (0.01, 0.015, 0.02, 0.025, 0.03, 0.05)
-# In place of λ → ∞: exp(-50), the weight of the layer before the last, is far below rounding.
-LAST_LAYER = 50.0
+# In place of λ → ∞: the layer before the last has the weight exp(-50), far below rounding.
+MAX_LAMBDA = 50.0
 
 
 def components(dataset: str, smooth: Smoothing | None = None) -> dict[str, Method]:
-    """Return UNGrad, ExGrad and REGrad: plain, with weighted layers, and with smoothing as well.
+    """Return UNGrad, ExGrad and REGrad, each plain, with weighted layers, and also smoothed.
 
-    The names are such as `ExGrad`, `ExGrad+layers` and `ExGrad+layers+smooth`, but `REGrad*` for
-    REGrad with both. These are the rows of tables 4 and 6 of the paper.
+    These are the rows of tables 4 and 6 of the paper.
 
     Args:
         dataset: The name of the dataset, which decides λ as in the paper.
         smooth: The smoothing; by default with the paper's σ.
+
+    Returns:
+        The methods by names such as `ExGrad`, `ExGrad+layers` and `ExGrad+layers+smooth`; the last
+        variant of REGrad is called `REGrad*`, as in the paper.
     """
-    lam, smooth = LAMBDA.get(dataset, 0.3), smooth or Smoothing(SIGMA)
-    rows: dict[str, Method] = {}
-    for name, kind in (("UNGrad", UNGrad), ("ExGrad", ExGrad), ("REGrad", REGrad)):
-        rows[name] = kind()
-        rows[f"{name}+layers"] = kind(layers=lam)
-        full = "REGrad*" if name == "REGrad" else f"{name}+layers+smooth"
-        rows[full] = kind(layers=lam, smooth=smooth)
-    return rows
+    lam = LAMBDA.get(dataset, DEFAULT_LAMBDA)
+    smooth = smooth or Smoothing(SIGMA)
+    methods: dict[str, Method] = {}
+    for method_class in (UNGrad, ExGrad, REGrad):
+        name = method_class.__name__
+        smoothed_name = "REGrad*" if method_class is REGrad else f"{name}+layers+smooth"
+        methods[name] = method_class()
+        methods[f"{name}+layers"] = method_class(layers=lam)
+        methods[smoothed_name] = method_class(layers=lam, smooth=smooth)
+    return methods
 
 
 def lambda_sweep(lambdas: tuple[float, ...] = LAMBDAS) -> dict[str, Method]:
     """Return REGrad+layers(λ) for several λ, by names such as `λ = 0.3`.
 
-    The row `λ → 0` is REGrad without `layers`, as in the paper: the norm over all layers together.
-    The row `λ = 0` is the sum of the layers' norms instead.
+    The method `λ → 0` is REGrad without `layers`, as in the paper: the norm of the gradient of all
+    layers together. The method `λ = 0` is the sum of the layers' norms instead.
     """
-    rows: dict[str, Method] = {"λ → 0": REGrad()}
+    methods: dict[str, Method] = {"λ → 0": REGrad()}
     for lam in lambdas:
         name = "λ → ∞" if lam == math.inf else f"λ = {lam:g}"
-        rows[name] = REGrad(layers=min(lam, LAST_LAYER))
-    return rows
+        methods[name] = REGrad(layers=min(lam, MAX_LAMBDA))
+    return methods
 
 
 def sigma_sweep(
@@ -61,9 +66,9 @@ def sigma_sweep(
         smooth: The smoothing whose number of draws is used; its σ is replaced.
     """
     base = smooth or Smoothing(SIGMA)
-    lam = 0.3 if dataset == "svhn" else LAMBDA.get(dataset, 0.3)
-    rows: dict[str, Method] = {}
+    lam = 0.3 if dataset == "svhn" else LAMBDA.get(dataset, DEFAULT_LAMBDA)
+    methods: dict[str, Method] = {}
     for sigma in sigmas:
-        noise = Smoothing(sigma, base.draws, base.antithetic)
-        rows[f"σ = {sigma:g}"] = REGrad(layers=lam, smooth=noise)
-    return rows
+        smoothing = Smoothing(sigma, base.draws, base.antithetic)
+        methods[f"σ = {sigma:g}"] = REGrad(layers=lam, smooth=smoothing)
+    return methods

@@ -1,8 +1,9 @@
 """Active learning: which unlabeled images are worth labeling?
 
-Wang & Ji, CVPR 2024, section 5.3: m1 balanced images to start with, then cycles that each add the
-m2 most uncertain of the pool and retrain from scratch. The start is drawn from the training images
-1 to 10,000, images 10,001 to 20,000 choose the best epoch, those above are the pool.
+Wang & Ji, CVPR 2024, section 5.3: training starts with m1 labeled images, as many of each class.
+Each cycle then labels the m2 most uncertain images of a pool, and trains again from scratch. The m1
+images are drawn from the training images 1 to 10,000, images 10,001 to 20,000 are for validation
+(they select the best epoch), and the others are the pool.
 """
 
 import time
@@ -27,11 +28,12 @@ from qualms.tasks.row_measures import CycleMeasures
 from qualms.tasks.rows import CycleKey, CycleRow, PickKey, PickRow
 from qualms.training import Recipe, fit
 
-BLOCK = 10_000  # images to start from, and as many for validation
-# Seeds differ by purpose, so that random numbers do not coincide.
-START, PICK = range(2)
+# The number of images that the start is drawn from, and the largest number for validation.
+BLOCK = 10_000
+# Purposes of random numbers, as for `generator`: each has numbers of its own under one seed.
+DRAW_START, DRAW_PICK = range(2)
 RANDOM = "Random"
-# The paper learns all its datasets with one small network.
+# The paper trains one small network on all its datasets.
 NETWORKS = {"mnist": "mnist-cnn", "fashion-mnist": "mnist-cnn", "digits": "digits-cnn"}
 COLOR = "cnn-32"
 
@@ -42,9 +44,9 @@ class Plan:
 
     Args:
         start: The number of labeled images to start with.
-        more: The number of images that each cycle adds.
+        more: The number of images that are labeled in each cycle.
         recipe: How the network is trained.
-        cycles: How often images are added.
+        cycles: How often images are picked.
         pool: The number of images to pick from; None for all.
         validation: The number of images that select the best epoch; None for all.
         diversity: The factor of candidates among which diverse images are picked, as in
@@ -90,33 +92,34 @@ def active(
     """Compare methods by how much the images that they pick improve a network.
 
     Args:
-        build: Makes the network with fresh weights. The seed decides the weights, which are the
-            same for all cycles and methods.
+        build: Builds the network with fresh weights, drawn under torch's global seed. It is seeded
+            with `seed`, so all cycles and methods start from the same weights.
         train: Labeled training images, which are split into start, validation images and pool.
-        test: The images that the network is judged on.
+        test: The images that accuracy and negative log-likelihood are measured on.
         normalization: The mean and standard deviation that inputs are normalized by.
         methods: The methods by the names that rows have, with noise for pixels in [0, 1]; None
             picks at random.
         plan: How many images are picked, and how often.
         journal: Saves the rows; cycles that it has are not run again.
         seed: Decides the start, the weights and the order of training.
-        progress: Called with the number of cycles that are done.
+        progress: Called with the number of cycles done so far, and of all cycles.
 
     Yields:
         For each method and cycle, a row with accuracy and negative log-likelihood on the test
-        images. The start, which all methods share, comes once.
+        images. The row of the start, which all methods share, is yielded once.
     """
     if plan.diversity is not None:
         for method in methods.values():
             if method is not None:
                 require_gradients(method)
-    trainer = _Trainer(build, train, normalization, plan, split(train, plan, seed), seed)
-    total = len(methods) * (plan.cycles + 1)
+    parts = split(train, plan, seed)
+    trainer = _Trainer(build, train, normalization, plan, parts, seed)
+    total = len(methods) * (plan.cycles + 1)  # the start counts as a cycle
     done = 0
     for name, method in methods.items():
         for row in _cycle_rows(trainer, name, method, test, journal):
-            # Every method yields the shared start; keep the first.
-            if row["cycle"] or done == 0:
+            # Cycle 0 is the start, which every method has: yield it for the first method only.
+            if row["cycle"] > 0 or done == 0:
                 yield row
             done += 1
             if progress is not None:
@@ -132,12 +135,13 @@ def _cycle_rows(
         trainer: Trains the network.
         name: The name of the method in rows.
         method: The method that picks the images; None picks at random.
-        test: The images that the network is judged on.
+        test: The images that accuracy and negative log-likelihood are measured on.
         journal: Saves the rows; cycles that it has are not run again.
 
     Yields:
         The row of the start, and a row for each cycle.
     """
+    # The positions, in the training set, of the images picked so far.
     chosen: list[int] = []
     for cycle in range(trainer.plan.cycles + 1):
         key: CycleKey = {
@@ -151,7 +155,8 @@ def _cycle_rows(
         if cycle:
             key["exactly"] = repr(method)
         yield journal.get_or_add(key, partial(_measure_cycle, trainer, key, chosen, test))
-        if cycle < trainer.plan.cycles:
+        is_last = cycle == trainer.plan.cycles
+        if not is_last:
             pick_key: PickKey = {
                 "row": "pick",
                 "data": trainer.images.name,
@@ -161,7 +166,9 @@ def _cycle_rows(
                 "exactly": repr(method),
                 "cycle": cycle,
             }
-            pick = journal.get_or_add(pick_key, partial(_pick, trainer, pick_key, chosen, method))
+            pick = journal.get_or_add(
+                pick_key, partial(_pick_row, trainer, pick_key, chosen, method)
+            )
             chosen = chosen + pick["chosen"]
 
 
@@ -170,9 +177,12 @@ def _measure_cycle(trainer: "_Trainer", key: CycleKey, chosen: list[int], test: 
 
     Args:
         trainer: Trains the network.
-        key: Identifies the row.
-        chosen: The positions of the images picked so far in the training set.
-        test: The images that the network is judged on.
+        key: The entries that identify the row, such as the method and the cycle.
+        chosen: The positions, in the training set, of the images picked so far.
+        test: The images that accuracy and negative log-likelihood are measured on.
+
+    Returns:
+        The entries of `key`, the measures, the number of labeled images, and the seconds.
     """
     start = time.perf_counter()
     logits = trainer.train(chosen).logits(test)
@@ -183,17 +193,18 @@ def _measure_cycle(trainer: "_Trainer", key: CycleKey, chosen: list[int], test: 
     }
     seconds = round(time.perf_counter() - start, 2)
     labeled = len(trainer.parts.start) + len(chosen)
-    row: CycleRow = {**key, "labeled": labeled, **measures, "seconds": seconds}
-    return row
+    return CycleRow(**key, labeled=labeled, **measures, seconds=seconds)
 
 
-def _pick(trainer: "_Trainer", key: PickKey, chosen: list[int], method: Method | None) -> PickRow:
-    """Pick the images that get a label next, as a row.
+def _pick_row(
+    trainer: "_Trainer", key: PickKey, chosen: list[int], method: Method | None
+) -> PickRow:
+    """Pick the images that are labeled next; return them in a row of the journal.
 
     Args:
         trainer: Trains the network that scores the images of the pool.
-        key: Identifies the row.
-        chosen: The positions of the images picked so far in the training set.
+        key: The entries that identify the row, such as the method and the cycle.
+        chosen: The positions, in the training set, of the images picked so far.
         method: Scores the images; None picks at random.
     """
     return PickRow(**key, chosen=trainer.pick(chosen, method))
@@ -203,7 +214,8 @@ class _Trainer:
     """Trains a network on the images picked so far, and picks the next ones.
 
     Attributes:
-        weights: A digest of the fresh weights, with the normalization: rows have it as `from`.
+        weights: A digest of the weights before training, and the normalization; rows have it as
+            `from`.
     """
 
     def __init__(
@@ -218,28 +230,33 @@ class _Trainer:
         """Set up the training; nothing is trained yet.
 
         Args:
-            build: Makes the network with fresh weights, as in `active`.
+            build: Builds the network with fresh weights, drawn under torch's global seed.
             images: The training images.
             normalization: The mean and standard deviation that inputs are normalized by.
             plan: How to train, and how many images to pick.
             parts: The positions of the start, of the validation images and of the pool.
-            seed: Decides the weights and all draws.
+            seed: The seed of the weights and of all random draws.
         """
         self.build, self.images, self.normalization = build, images, normalization
         self.plan, self.parts, self.seed = plan, parts, seed
         self.weights = f"{fingerprint(self._build())} {normalization}"
+        # At most two trained networks, by the positions of the picked images (`chosen`).
         self._networks: dict[tuple[int, ...], Network] = {}
 
     def train(self, chosen: list[int]) -> Network:
-        """Train the network on the start and on the images at these positions of the training set.
+        """Train a network on the start and on the images picked so far.
 
-        The network of the start, which all methods share, and the latest network are cached.
+        Two networks are cached: that of the start, which all methods share, and the latest one.
+
+        Args:
+            chosen: The positions, in the training set, of the images picked so far.
         """
         key = tuple(chosen)
         if key in self._networks:
             return self._networks[key]
-        start = self._networks.get(())
-        self._networks = {} if start is None else {(): start}
+        # Drop all networks but that of the start, for which nothing was picked.
+        start_network = self._networks.get(())
+        self._networks = {} if start_network is None else {(): start_network}
         model = self._build()
         fit(
             model,
@@ -253,79 +270,95 @@ class _Trainer:
         return self._networks[key]
 
     def pick(self, chosen: list[int], method: Method | None) -> list[int]:
-        """Pick the images of the pool that get a label next; return positions in the training set.
+        """Pick the images of the pool that are labeled next.
 
         Args:
-            chosen: The positions of the images picked so far.
+            chosen: The positions, in the training set, of the images picked so far.
             method: Scores the images; None picks at random.
+
+        Returns:
+            The positions, in the training set, of `plan.more` further images.
         """
         pool, count = self.parts.pool, self.plan.more
-        left = pool[~torch.isin(pool, torch.tensor(chosen).long())]
-        if len(left) < count:
+        unlabeled = pool[~torch.isin(pool, torch.tensor(chosen).long())]
+        if len(unlabeled) < count:
             raise QualmsError(
-                f"the pool has {len(left)} images left, but a cycle adds {count}; run fewer cycles."
+                f"the pool has {len(unlabeled)} images left, but a cycle adds {count}; run fewer "
+                "cycles."
             )
         if method is None:
-            order = torch.randperm(len(left), generator=generator(self.seed, PICK, len(chosen)))
-            return left[order[:count]].tolist()
+            # Other numbers in each cycle, as `chosen` grows.
+            draws = generator(self.seed, DRAW_PICK, len(chosen))
+            order = torch.randperm(len(unlabeled), generator=draws)
+            return unlabeled[order[:count]].tolist()
         network = self.train(chosen)
-        batches = None
+        labeled_batches = None
         if TRAINING_DATA in method.needs:
-            batches = InputBatches(network, self._take_labeled(chosen))
+            labeled_batches = InputBatches(network, self._take_labeled(chosen))
         picked = select(
             network.model,
-            InputBatches(network, self.images.take(left)),
+            InputBatches(network, self.images.take(unlabeled)),
             count,
             network.scale_noise(method),
             diversity=self.plan.diversity,
             seed=self.seed,
-            train=batches,
+            train=labeled_batches,
         )
-        return left[picked].tolist()
+        # `picked` has positions in `unlabeled`, which has positions in the training set.
+        return unlabeled[picked].tolist()
 
     def _build(self) -> nn.Module:
-        """Build the network with the weights that every training starts from, decided by the seed."""
+        """Build the network with the weights, drawn under the seed, that all training starts from."""
+        # `fork_rng` restores torch's global random state afterwards.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return self.build()
 
     def _take_labeled(self, chosen: list[int]) -> Images:
         """Return the images of the start, then those at the positions `chosen`, with labels."""
-        return self.images.take(torch.cat([self.parts.start, torch.tensor(chosen).long()]))
+        # `long`: an empty list would become a tensor of floats.
+        chosen_positions = torch.tensor(chosen).long()
+        return self.images.take(torch.cat([self.parts.start, chosen_positions]))
 
 
 def split(train: Images, plan: Plan, seed: int) -> Parts:
     """Split training images into a balanced start, validation images and the pool.
 
-    Each of the first two is drawn from 10,000 images, or from a third where there are not more than
-    20,000.
+    The start is drawn from the first 10,000 images, the validation images are the first of the next
+    10,000, and the pool is the rest. If there are at most 20,000 images, a third takes the place of
+    10,000.
 
     Args:
         train: Labeled images.
         plan: How many images to start with, to validate on and to pick from.
-        seed: Decides the start.
+        seed: The seed of the start's random draw.
+
+    Raises:
+        QualmsError: If the images have no labels, or too few of a class for a balanced start.
     """
     if train.labels is None:
         raise QualmsError(f"{train.name} has no labels; active learning needs them.")
     block = BLOCK if len(train) > 2 * BLOCK else len(train) // 3
-    classes = int(train.labels.max()) + 1
-    per_class, remainder = divmod(plan.start, classes)
+    num_classes = int(train.labels.max()) + 1
+    per_class, remainder = divmod(plan.start, num_classes)
     if per_class < 1 or remainder:
         raise QualmsError(
-            f"a balanced start with {plan.start} images is impossible for {classes} classes; pass "
-            f"a multiple of {classes}."
+            f"a balanced start with {plan.start} images is impossible for {num_classes} classes; "
+            f"pass a multiple of {num_classes}."
         )
-    order = torch.randperm(block, generator=generator(seed, START))
+    order = torch.randperm(block, generator=generator(seed, DRAW_START))
     # For each class, the positions of its first images in the random order.
     start = []
-    for number in range(classes):
-        of_class = order[train.labels[order] == number][:per_class]
+    for label in range(num_classes):
+        of_class = order[train.labels[order] == label][:per_class]
         if len(of_class) < per_class:
             raise QualmsError(
-                f"class {number} has fewer than {per_class} of the first {block} images; start with "
+                f"class {label} has fewer than {per_class} of the first {block} images; start with "
                 "fewer images."
             )
         start.append(of_class)
-    validation = torch.arange(block, 2 * block)[: plan.validation]
-    pool = torch.arange(2 * block, len(train))[: plan.pool]
-    return Parts(torch.cat(start), validation, pool)
+    return Parts(
+        start=torch.cat(start),
+        validation=torch.arange(block, 2 * block)[: plan.validation],
+        pool=torch.arange(2 * block, len(train))[: plan.pool],
+    )

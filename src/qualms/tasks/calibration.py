@@ -14,8 +14,8 @@ from qualms.stream.network import Network
 from qualms.tasks.image_scores import (
     DRAWS,
     choose_engine,
+    describe_parameters,
     engine_label,
-    parameters,
     score_images,
 )
 from qualms.tasks.journal import Journal
@@ -47,7 +47,7 @@ def calibration(
         engine: How gradient scores are computed.
         tolerance: The tolerance of the engine, as for `Scorer`; None for its default.
         train: Training images, for the methods that need some.
-        progress: Called with the number of images that are scored.
+        progress: Called with the number of images scored so far, and of all images.
 
     Yields:
         For each method, a row with rAULC and its 95 % interval, the area under the risk-coverage
@@ -75,36 +75,44 @@ def calibration(
             "row": "calibration",
             "in": images.name,
             "method": name,
-            "exactly": parameters(method, train),
+            "exactly": describe_parameters(method, train),
             "seed": seed,
             "engine": engine_label(engine, tolerance),
             "draws": DRAWS,
             "n": len(images),
             "images": images.fingerprint(),
         }
-        yield journal.get_or_add(key, partial(_row, key, scored.scores[name], scored.correct))
+        yield journal.get_or_add(
+            key, partial(_measure_row, key, scored.scores[name], scored.correct)
+        )
 
 
-def _row(key: CalibrationKey, uncertainty: np.ndarray, correct: np.ndarray) -> CalibrationRow:
-    """Measure how well one method's scores [n] rank predictions, as a row.
-
-    Args:
-        key: The keys that identify the row.
-        uncertainty: A score for each prediction, [n].
-        correct: Whether each prediction is right, [n].
-    """
-    return CalibrationRow(**key, **_measures(uncertainty, correct))
-
-
-def _measures(uncertainty: np.ndarray, correct: np.ndarray) -> CalibrationMeasures:
-    """Measure how well scores rank predictions.
+def _measure_row(
+    key: CalibrationKey, uncertainty: np.ndarray, correct: np.ndarray
+) -> CalibrationRow:
+    """Measure how well one method's scores rank n predictions by whether they are right.
 
     Args:
-        uncertainty: A score for each prediction, [n].
-        correct: Whether each prediction is right, [n].
+        key: The entries that identify the row, such as the method and the dataset.
+        uncertainty: The method's score for each prediction, [n].
+        correct: Whether each prediction is right, bool [n].
 
     Returns:
-        The measures; without rAULC and with the reason, if all predictions are right or all wrong.
+        The entries of `key`, and the measures.
+    """
+    return CalibrationRow(**key, **_measure_ranking(uncertainty, correct))
+
+
+def _measure_ranking(uncertainty: np.ndarray, correct: np.ndarray) -> CalibrationMeasures:
+    """Measure how well scores rank n predictions by whether they are right.
+
+    Args:
+        uncertainty: A score for each prediction, [n].
+        correct: Whether each prediction is right, bool [n].
+
+    Returns:
+        The measures. If all predictions are right, or all are wrong, `raulc` is None, and `why`
+        has the reason.
     """
     measures: CalibrationMeasures = {
         "accuracy": float(correct.mean()),
@@ -115,6 +123,7 @@ def _measures(uncertainty: np.ndarray, correct: np.ndarray) -> CalibrationMeasur
         "raulc": None,
     }
     try:
+        # Paired: a resample has the score of each prediction with its correctness.
         low, high = interval(raulc, uncertainty, correct, paired=True)
         area = raulc(uncertainty, correct)
         return {**measures, "raulc": area, "raulc_low": low, "raulc_high": high}

@@ -23,8 +23,8 @@ from qualms.tasks.journal import Journal
 from qualms.tasks.rows import AccuracyKey, AccuracyRow, LeftOutRow
 from qualms.tasks.score_rows import Methods, ScoreRows, keep_usable
 
-# What random draws follow, beside the seed: an image's pixels. Rows say so, since draws followed an
-# image's position in earlier versions.
+# What decides random draws, besides the seed: an image's pixels. Rows say so, since an image's
+# position decided them in earlier versions.
 DRAWS = "by pixels"
 
 
@@ -77,7 +77,7 @@ def score_images(
         engine: the engine of the gradient scores.
         tolerance: the tolerance of the engine, as for `Scorer`; None for its default.
         train: images that methods learn from.
-        progress: called with the number of images that are scored.
+        progress: called with the number of images scored so far, and of all images.
     """
     about = {
         "data": images.name,
@@ -85,23 +85,25 @@ def score_images(
         "engine": engine_label(engine, tolerance),
         "draws": DRAWS,
     }
-    exactly = {name: parameters(method, train) for name, method in methods.items()}
+    exactly = {name: describe_parameters(method, train) for name, method in methods.items()}
     rows = _ImageRows(journal, about, exactly)
+    # The scorers made so far, by the names of their methods. Usually one is enough; if the journal
+    # has some of the scores, batches may lack scores by different methods.
     scorers: dict[tuple[str, ...], ImageScorer] = {}
 
     def score(batch: ImageBatch) -> Scored:
-        """Score a batch by the methods that its rows lack; scorers are kept for later batches."""
+        """Score a batch by those methods of which the journal has no scores for it."""
         names = rows.missing(batch)
         if names not in scorers:
-            wanted = {name: methods[name] for name in names}
+            missing_methods = {name: methods[name] for name in names}
             scorer = make_scorer(
-                network, wanted, train, engine=engine, seed=seed, tolerance=tolerance
+                network, missing_methods, train, engine=engine, seed=seed, tolerance=tolerance
             )
             scorers[names] = ImageScorer(network, scorer)
         return scorers[names].score(batch.images, batch.first)
 
     report = report_to(progress, images.name, len(images))
-    report(0)
+    report(0)  # shows the progress bar before the first, slow batch
     score_stream(batches_in_memory(images), score, rows, report)
     return rows.collect(network, images)
 
@@ -112,24 +114,25 @@ class _ImageRows(ScoreRows[ImageBatch]):
     def __init__(
         self, journal: Journal, about: Mapping[str, Any], exactly: Mapping[str, str]
     ) -> None:
-        """Begin with no batches.
+        """Store the arguments; no batch is scored yet.
 
         Args:
             journal: Keeps the rows.
-            about: The keys that all rows share: dataset, seed, engine and draws.
-            exactly: All parameters of each method, by name (see `parameters`).
+            about: The entries that all rows share: dataset, seed, engine and draws.
+            exactly: The description of each method by `describe_parameters`, by name.
         """
         super().__init__(journal, about, exactly)
-        # Class probabilities of the batches scored in this run, by the position of the first image.
+        # The class probabilities of each batch, [images, classes], by the position of the batch's
+        # first image. Batches whose scores were all in the journal are added by `collect`.
         self.probs: dict[int, Tensor] = {}
 
     def key(self, batch: ImageBatch) -> Mapping[str, Any]:
-        """Return the keys that identify a batch's rows: position and fingerprint of its images."""
+        """Return the entries that identify a batch's rows, with a fingerprint of its images."""
         images = batch.images.fingerprint()
         return {"row": "scores", **self.about, "first": batch.first, "images": images}
 
     def measures(self, batch: ImageBatch, scored: Scored) -> dict[str, Any]:
-        """Return the scores by method, as lists; keep the class probabilities for `collect`."""
+        """Return a batch's scores by method, as lists; store its probabilities for `collect`."""
         self.probs[batch.first] = scored.probs.cpu()
         return {"scores": {name: values.tolist() for name, values in scored.scores.items()}}
 
@@ -141,22 +144,26 @@ class _ImageRows(ScoreRows[ImageBatch]):
             images: all images, as they were passed to `score_images`.
         """
         probs: list[Tensor] = []
-        parts: dict[str, list[float]] = {name: [] for name in self.exactly}
+        scores_by_method: dict[str, list[float]] = {name: [] for name in self.exactly}
         for batch in batches_in_memory(images):
+            # The journal has scores, but no probabilities.
             if batch.first not in self.probs:
                 self.probs[batch.first] = network.logits(batch.images).double().softmax(1)
             probs.append(self.probs[batch.first])
-            scores = self.scores(batch)
-            for name, values in parts.items():
-                values.extend(scores[name])
+            batch_scores = self.scores(batch)
+            for name, scores in scores_by_method.items():
+                scores.extend(batch_scores[name])
         confidence, predicted = torch.cat(probs).double().max(1)
-        arrays = {name: np.array(values) for name, values in parts.items()}
-        labels = None if images.labels is None else images.labels.numpy()
-        return ScoredImages(arrays, predicted.numpy(), confidence.numpy(), labels)
+        return ScoredImages(
+            scores={name: np.array(scores) for name, scores in scores_by_method.items()},
+            predicted=predicted.numpy(),
+            confidence=confidence.numpy(),
+            labels=None if images.labels is None else images.labels.numpy(),
+        )
 
 
 def engine_label(engine: Engine | Sketch, tolerance: float | None) -> str:
-    """Return the engine's name in rows, with a tolerance above 0, since that changes the scores."""
+    """Return the engine's name in rows; it ends with the tolerance, unless that is None or 0."""
     return f"{engine}, tolerance {tolerance:g}" if tolerance else str(engine)
 
 
@@ -167,7 +174,7 @@ def choose_engine(
     engine: Engine | Sketch,
     tolerance: float | None = None,
 ) -> tuple[Engine | Sketch, float | None]:
-    """Resolve `auto` on the first image, so that rows can name the engine.
+    """Find out which engine `auto` stands for, on the first image, so that rows can name it.
 
     Args:
         network: the network whose uncertainty is scored.
@@ -177,15 +184,16 @@ def choose_engine(
         tolerance: the requested tolerance, as for `Scorer`; None for its default.
 
     Returns:
-        The engine and the tolerance that scores will have.
+        The engine and the tolerance that scores are computed with.
     """
     scorer = make_scorer(network, methods, engine=engine, tolerance=tolerance)
-    settings = scorer.choose_engine(network.inputs(images.take(slice(1))))
+    first_input = network.inputs(images.take(slice(1)))
+    settings = scorer.choose_engine(first_input)
     return settings.engine, settings.tolerance
 
 
-def accuracy_row(network: Network, images: Images, journal: Journal) -> AccuracyRow:
-    """Return the row with the network's accuracy, from the journal or computed."""
+def measure_accuracy(network: Network, images: Images, journal: Journal) -> AccuracyRow:
+    """Return the row with the network's accuracy on images; compute it if the journal lacks it."""
     key: AccuracyKey = {
         "row": "accuracy",
         "data": images.name,
@@ -209,20 +217,22 @@ def select_usable(
     Returns:
         The methods that work, by name, and a row with the reason for each method that does not.
     """
-    x = network.inputs(images.take(slice(0, 2)))
+    two_inputs = network.inputs(images.take(slice(0, 2)))
     few_train_images = None if train is None else train.take(slice(0, 2 * FORWARD_BATCH))
 
     def try_method(name: str, method: Method) -> None:
-        """Score two images by a method; raises a QualmsError if the method cannot be used."""
-        make_scorer(network, {name: method.quick()}, few_train_images)(x)
+        """Score two images by a method; raise a QualmsError if the network does not support it."""
+        scorer = make_scorer(network, {name: method.quick()}, few_train_images)
+        scorer(two_inputs)
 
     return keep_usable(methods, try_method)
 
 
-def parameters(method: Method, train: Images | None) -> str:
-    """Describe a method's parameters and its training images: all that decides its scores.
+def describe_parameters(method: Method, train: Images | None) -> str:
+    """Describe a method's parameters, and its training images if it needs any, for a row.
 
-    Network, image and seed are separate keys of a row.
+    Two descriptions are equal only if the scores are: network, image and seed, which decide the
+    scores as well, are separate entries of a row.
     """
     if train is not None and TRAINING_DATA in method.needs:
         return f"{method!r} on {train.fingerprint()}"

@@ -1,7 +1,8 @@
 """Rows of numbers on disk, as JSON lines, so that a run that is killed can be resumed.
 
-Each row is written before the next is computed. The first line describes the run, and a file is
-only continued by the same run. A line that was cut short is dropped when the file is opened again.
+Each row is written before the next is computed. The first line, the header, describes the run, and
+a file is only continued by the same run. A last line that was cut short is dropped when the file is
+opened again.
 """
 
 import json
@@ -39,8 +40,10 @@ from qualms.tasks.rows import (
     TokensRow,
 )
 
-Kind = TypeVar("Kind", bound=Row)
-START = b'{"row": "run"'  # how every file of rows begins
+RowT = TypeVar("RowT", bound=Row)
+# The header, so every file of rows, begins with these bytes.
+HEADER_PREFIX = b'{"row": "run"'
+# The type of each kind of row; the key `row` of a row holds its kind.
 ROW_TYPES: dict[str, Any] = {
     "ood": OodRow,
     "calibration": CalibrationRow,
@@ -59,8 +62,8 @@ ROW_TYPES: dict[str, Any] = {
 class Journal(AbstractContextManager["Journal"]):
     """The rows of one run, in memory and, with a path, in a file of JSON lines.
 
-    On disk, the first line describes the run, and every other line is a row. A row is a dict of
-    numbers and names, such as `OodRow`; its key `row` tells its kind.
+    On disk, the first line is the header, which describes the run, and every other line is a row. A
+    row is a dict of numbers and names, such as `OodRow`; its key `row` names its kind.
     """
 
     def __init__(
@@ -70,84 +73,104 @@ class Journal(AbstractContextManager["Journal"]):
         advice: str = "choose another file, or delete it",
         replace: bool = False,
     ) -> None:
-        """Begin a file, or continue one; it is locked until the journal is closed.
+        """Open and lock a file of rows, a new one or that of an earlier run, until `__exit__`.
 
         Args:
             path: The file; None keeps the rows in memory only.
-            about: What decides the values of the rows, such as the network and the seed. An
-                existing file must have the same.
-            advice: What to do about the file of another run: a clause that ends the error.
+            about: All settings that decide the values of the rows, such as the network and the
+                seed. They form the header; an existing file must have an equal one.
+            advice: The end of the error message if the file has another header: what to do then.
             replace: Whether to empty a file that cannot be continued and to start again, provided
-                that it begins as a file of rows does. Other files are never emptied.
+                that it begins with `HEADER_PREFIX`. Other files are never emptied.
         """
+        # All rows of the file, without its header.
         self._rows: list[Row] = []
+        # The open, locked file; None keeps the rows in memory only.
         self._file: IO[bytes] | None = None
         if path is None:
             return
         self._path = Path(path)
         with ExitStack() as on_failure:
             self._file = on_failure.enter_context(lock_file(self._path))
-            # Through JSON, so that it compares equal to the line that is read back.
-            self._begin(json.loads(json.dumps({"row": "run", **about})), advice, replace)
-            on_failure.pop_all()  # the file stays open
+            # To JSON and back, as the header in the file was: tuples become lists.
+            header = json.loads(json.dumps({"row": "run", **about}))
+            self._begin(header, advice, replace)
+            # No error was raised, so the file is not closed at the end of this block.
+            on_failure.pop_all()
 
-    def _begin(self, about: dict[str, Any], advice: str, replace: bool) -> None:
+    def _begin(self, header: dict[str, Any], advice: str, replace: bool) -> None:
         """Continue the open file; with `replace`, empty it and start again if that fails.
 
+        The file is open in append mode: it can be read from any position, but every write goes to
+        its end.
+
         Args:
-            about: The first line of this run.
-            advice: What to do about the file of another run: a clause that ends the error.
+            header: The first line of this run's file, as a dict.
+            advice: The end of the error message if the file has another header.
             replace: Whether a file of rows that cannot be continued may be emptied.
         """
         assert self._file is not None
         try:
-            self._continue(about, advice)
+            self._continue(header, advice)
         except QualmsError:
             self._file.seek(0)
-            if not replace or self._file.read(len(START)) != START:
+            is_row_file = self._file.read(len(HEADER_PREFIX)) == HEADER_PREFIX
+            # A file of another kind is never emptied.
+            if not replace or not is_row_file:
                 raise
             self._file.truncate(0)
             self._rows = []
-            self._write(about)
+            # No `seek` is needed: in append mode, this writes to the end of the empty file.
+            self._write(header)
 
-    def _continue(self, about: dict[str, Any], advice: str) -> None:
-        """Read the rows of the open file, or write its first line if it is empty.
+    def _continue(self, header: dict[str, Any], advice: str) -> None:
+        """Read the rows of the open file, or write the header if the file is empty.
 
         Args:
-            about: The first line of this run; an error is raised if the file has another one.
-            advice: What to do then: a clause that ends the error.
+            header: The first line of this run's file, as a dict.
+            advice: The end of the error message if the file has another header: what to do then.
+
+        Raises:
+            QualmsError: If the file holds another run, or no rows.
         """
         assert self._file is not None
-        first, *self._rows = _read_and_repair(self._file, self._path) or [{}]
-        if not first:
-            self._write(about)
-        elif first != about:
-            difference = _describe_difference(first, about)
+        old_lines = _read_and_repair(self._file, self._path)
+        if not old_lines:
+            self._write(header)
+            return
+        old_header, *self._rows = old_lines
+        if old_header != header:
+            difference = _describe_difference(old_header, header)
             raise QualmsError(f"{self._path} holds a run with {difference}; {advice}.")
 
-    def add(self, row: Kind) -> Kind:
-        """Append a row, and return it; with a path, it is on disk when this returns."""
+    def add(self, row: RowT) -> RowT:
+        """Append a row, and return it; if the journal has a file, the row is then on disk."""
         if self._file is not None:
             self._write(row)
         self._rows.append(row)
         return row
 
     def where(self, **key: Any) -> list[Any]:
-        """Return the rows that have these values at these keys."""
-        return [row for row in self._rows if all(row.get(k) == v for k, v in key.items())]
+        """Return the rows with these values, as in `where(row="ood", seed=0)`."""
+        matching_rows = []
+        for row in self._rows:
+            if all(row.get(name) == value for name, value in key.items()):
+                matching_rows.append(row)
+        return matching_rows
 
-    def get_or_add(self, key: Mapping[str, Any], measure: Callable[[], Kind]) -> Kind:
-        """Return the row with this key; measure and add it if the journal lacks it.
+    def get_or_add(self, key: Mapping[str, Any], measure: Callable[[], RowT]) -> RowT:
+        """Return the first row with these entries; if there is none, add the row of `measure`.
 
         Args:
-            key: All that decides the row's numbers.
-            measure: Returns the whole row.
+            key: The entries of the row that decide its numbers: method, seed, data and so on.
+            measure: Called without arguments if there is no such row; returns the complete row,
+                with the entries of `key`.
         """
-        matches = self.where(**key)
-        return matches[0] if matches else self.add(measure())
+        matching_rows = self.where(**key)
+        return matching_rows[0] if matching_rows else self.add(measure())
 
     def __iter__(self) -> Iterator[Row]:
-        """Iterate over all rows, without the first line of the file."""
+        """Iterate over all rows, without the header."""
         return iter(self._rows)
 
     def __exit__(self, *_: object) -> None:
@@ -156,16 +179,23 @@ class Journal(AbstractContextManager["Journal"]):
             self._file.close()
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        """Append a line to the file, which is open, and wait until it is on disk."""
+        """Append a row or the header to the open file as a line; return once it is on disk."""
         assert self._file is not None
         append_lines(self._file, self._path, json.dumps(row, allow_nan=False).encode() + b"\n")
 
 
 def read(path: str | Path) -> list[Any]:
-    """Read a file of rows, of any run; the first item is the line that describes the run."""
+    """Read a file of rows, of any run.
+
+    Returns:
+        The header, then the rows; each is a dict.
+
+    Raises:
+        QualmsError: If the file cannot be read, or is not a file of rows.
+    """
     try:
         with open(path, "rb") as file:
-            return _parse_rows(file.read(), Path(path), whole=True)
+            return _parse_rows(file.read(), Path(path), require_all_keys=True)
     except OSError as error:
         raise QualmsError(
             f"{path} cannot be read ({error.strerror}); pass a file of rows."
@@ -173,98 +203,126 @@ def read(path: str | Path) -> list[Any]:
 
 
 def _read_and_repair(file: IO[bytes], path: Path) -> list[Any]:
-    """Read all lines of an open file, and cut off a last line without its line break.
+    """Read all lines of an open file, and cut off a last line that lacks its line break.
+
+    Args:
+        file: A file that is open for reading and appending. The run that wrote it may have been
+            killed in the middle of a line.
+        path: The path of the file, for errors.
 
     Returns:
-        The line that describes the run, then the rows; empty if the file is empty.
+        The header, then the rows; empty if the file has no complete line.
     """
     file.seek(0)
     content = file.read()
-    rows = _parse_rows(content, path, whole=False)
-    whole = content.rfind(b"\n") + 1
-    # Only now, since a file of another kind raises an error above.
-    if whole < len(content):
-        file.truncate(whole)
-    return rows
+    # First, since this raises an error for a file of another kind, which must not be changed.
+    lines = _parse_rows(content, path, require_all_keys=False)
+    length_of_complete_lines = content.rfind(b"\n") + 1
+    if length_of_complete_lines < len(content):
+        file.truncate(length_of_complete_lines)
+    return lines
 
 
-def _describe_difference(kept: dict[str, Any], asked: dict[str, Any]) -> str:
-    """Describe the first difference of two runs: `another seed (0, not 1)`, or `other methods
-    (energy)`.
+def _describe_difference(old_header: dict[str, Any], header: dict[str, Any]) -> str:
+    """Describe the first entry in which the headers of two runs differ.
+
+    Args:
+        old_header: The header in the file.
+        header: The header of the run that wants to continue the file.
+
+    Returns:
+        Such as `another seed (0, not 1)`; for an entry that is a dict, such as `methods`, the keys
+        that differ, as in `other methods (energy)`.
     """
-    what = next(key for key in {**kept, **asked} if kept.get(key) != asked.get(key))
-    old, new = kept.get(what), asked.get(what)
-    if not isinstance(old, dict) or not isinstance(new, dict):
-        return f"another {what} ({old}, not {new})"
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return f"other {what} ({', '.join(keys)})"
+    key = _differing_keys(old_header, header)[0]
+    old, new = old_header.get(key), header.get(key)
+    if isinstance(old, dict) and isinstance(new, dict):
+        return f"other {key} ({', '.join(_differing_keys(old, new))})"
+    return f"another {key} ({old}, not {new})"
 
 
-def _parse_rows(content: bytes, path: Path, whole: bool) -> list[Any]:
-    """Parse the complete lines of a file.
+def _differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return the keys whose values differ in two dicts; a missing key counts as None."""
+    return [key for key in {**old, **new} if old.get(key) != new.get(key)]
+
+
+def _parse_rows(content: bytes, path: Path, require_all_keys: bool) -> list[Any]:
+    """Parse the lines of a file; a last line that lacks its line break is ignored.
 
     Args:
         content: The bytes of the file.
         path: The path of the file, for errors.
-        whole: Whether every row must have all keys of its kind, as in `require_row`.
+        require_all_keys: Whether every row must have all keys of its kind.
 
     Returns:
-        The line that describes the run, then the rows.
+        The header, then the rows.
+
+    Raises:
+        QualmsError: If a line is not a row, or the file does not begin with `HEADER_PREFIX`.
     """
     rows: list[Any] = []
-    lines = content[: content.rfind(b"\n") + 1].splitlines()
-    for number, line in enumerate(lines, start=1):
+    # Without the bytes after the last line break.
+    complete_lines = content[: content.rfind(b"\n") + 1].splitlines()
+    for number, line in enumerate(complete_lines, start=1):
         try:
             row = json.loads(line)
-            require_row(row, whole)
+            _require_row(row, require_all_keys)
         except (ValueError, RecursionError):
             raise QualmsError(
                 f"line {number} of {path} is not a row of a run; choose another file."
             ) from None
         rows.append(row)
-    if not content.startswith(START) and not START.startswith(content):
+    # A file may have been cut short within the prefix, or be empty.
+    is_cut_prefix = HEADER_PREFIX.startswith(content)
+    if not content.startswith(HEADER_PREFIX) and not is_cut_prefix:
         raise QualmsError(f"{path} is not a file of rows; choose another file.")
     return rows
 
 
-def require_row(row: Any, whole: bool) -> None:
-    """Raise an error unless a value is a row.
+def _require_row(row: Any, require_all_keys: bool) -> None:
+    """Raise an error unless a parsed line of JSON can be a row.
 
-    Rows of kinds not in `ROW_TYPES` may hold anything.
+    A row is a dict. If its kind is in `ROW_TYPES`, its values must have the types given there; the
+    header, and rows of other kinds, may hold anything.
 
     Args:
-        row: The value.
-        whole: Whether all keys of its kind must be there.
+        row: The parsed line.
+        require_all_keys: Whether the row must name its kind, and have all keys of that kind.
 
     Raises:
-        ValueError: If it is not a row, or a value has another type than in rows of its kind.
+        ValueError: If the line cannot be a row.
     """
-    kind = row.get("row") if isinstance(row, dict) else None
-    if not isinstance(row, dict) or (whole and not isinstance(kind, str)):
+    if not isinstance(row, dict):
         raise ValueError("no row")
-    row_type = ROW_TYPES.get(kind) if isinstance(kind, str) else None
+    kind = row.get("row")
+    if not isinstance(kind, str):
+        if require_all_keys:
+            raise ValueError("no row")
+        return
+    row_type = ROW_TYPES.get(kind)
     if row_type is None:
         return
-    hints = _type_hints(row_type)
+    type_hints = _type_hints(row_type)
     for key, value in row.items():
-        if key in hints and not _has_type(value, hints[key]):
+        if key in type_hints and not _has_type(value, type_hints[key]):
             raise ValueError("values of other types")
-    if whole and not row_type.__required_keys__ <= row.keys():
+    if require_all_keys and not row_type.__required_keys__ <= row.keys():
         raise ValueError("keys are missing")
 
 
 @cache
 def _type_hints(row_type: Any) -> dict[str, Any]:
-    """Return the types of a row's keys; cached, as resolving the annotations is slow."""
+    """Return the annotation of each key of a row type; cached, as resolving them is slow."""
     return get_type_hints(row_type)
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON has the type that an annotation of a row's key names.
+    """Whether a value from JSON has the type of an annotation, such as `dict[str, list[float]]`.
 
     Only the annotations that occur in `ROW_TYPES` are handled; integers count as floats, and floats
     must be finite.
     """
+    # Of `list[float]`: the origin `list`, and the arguments `(float,)`.
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return value in arguments
@@ -275,7 +333,9 @@ def _has_type(value: Any, hint: Any) -> bool:
     if origin is dict:
         if not isinstance(value, dict):
             return False
+        # The keys of JSON objects are always strings.
         return all(_has_type(item, arguments[1]) for item in value.values())
+    # `type` instead of `isinstance`, for which True would be an int.
     if hint is float:
         return type(value) in (int, float) and abs(value) <= sys.float_info.max
     if hint in (None, NoneType):

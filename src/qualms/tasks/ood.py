@@ -13,12 +13,11 @@ from qualms.stream.network import Network
 from qualms.tasks.image_scores import (
     DRAWS,
     choose_engine,
+    describe_parameters,
     engine_label,
-    parameters,
     score_images,
 )
 from qualms.tasks.journal import Journal
-from qualms.tasks.row_measures import OodMeasures
 from qualms.tasks.rows import OodKey, OodRow
 from qualms.tasks.score_rows import Methods
 
@@ -38,8 +37,8 @@ def ood(
 ) -> Iterator[OodRow]:
     """Measure how well scores distinguish other datasets from the one that the network knows.
 
-    The other dataset is the positive class, and the score predicts it; `aupr_in` swaps both.
-    Measures are shares, not percentages.
+    A method detects the other dataset, the positive class, by high scores; for `aupr_in` the
+    positive class is the known dataset. Measures are from 0 to 1, not in percent.
 
     Args:
         network: The network that is scored.
@@ -51,17 +50,17 @@ def ood(
         engine: How gradient scores are computed.
         tolerance: The tolerance of the engine, as for `Scorer`; None for its default.
         train: Training images, for the methods that need some.
-        progress: Called with the number of images that are scored.
+        progress: Called with the number of images scored so far, and of all images.
 
     Yields:
         For each other dataset and method, a row with AUROC and its 95 % interval, AUPR with either
         dataset as the positive class, and FPR95.
     """
     engine, tolerance = choose_engine(network, inside, methods, engine, tolerance)
-    scored = []
-    others = [resize_like(network, inside, other) for other in outside]
-    for images in (inside, *others):
-        scored_images = score_images(
+    resized_outside = [resize_like(network, inside, images) for images in outside]
+    scores_of_datasets: list[dict[str, np.ndarray]] = []
+    for images in (inside, *resized_outside):
+        scored = score_images(
             network,
             images,
             methods,
@@ -72,16 +71,16 @@ def ood(
             train=train,
             progress=progress,
         )
-        scored.append(scored_images.scores)
-    inside_scores = scored[0]
-    for images, scores in zip(others, scored[1:], strict=True):
+        scores_of_datasets.append(scored.scores)
+    inside_scores, *outside_scores = scores_of_datasets
+    for images, scores in zip(resized_outside, outside_scores, strict=True):
         for name, method in methods.items():
             key: OodKey = {
                 "row": "ood",
                 "in": inside.name,
                 "out": images.name,
                 "method": name,
-                "exactly": parameters(method, train),
+                "exactly": describe_parameters(method, train),
                 "seed": seed,
                 "engine": engine_label(engine, tolerance),
                 "draws": DRAWS,
@@ -89,52 +88,48 @@ def ood(
                 "n_out": len(images),
                 "images": f"{inside.fingerprint()} {images.fingerprint()}",
             }
-            yield journal.get_or_add(key, partial(_row, key, inside_scores[name], scores[name]))
+            measure = partial(_measure_row, key, inside_scores[name], scores[name])
+            yield journal.get_or_add(key, measure)
 
 
 def resize_like(network: Network, inside: Images, other: Images) -> Images:
     """Resize another dataset's images to the size of the images that the network knows.
 
     Args:
-        network: The network. If its transform has yet to resize `inside`, batch by batch, it will
-            resize the other images, too, and they are returned unchanged.
+        network: The network. Its transform, if it has one, resizes images batch by batch.
         inside: Images that the network knows.
         other: The images to resize.
+
+    Returns:
+        The resized images; `other` itself if the transform resizes both datasets later.
     """
     if network.transform is None:
         return other.convert(inside.pixels.shape[1], inside.size)
+    # `inside` already has the size of the network's inputs, so `other` gets it here.
     if inside.size == network.transform.size:
         return network.transform.apply(other)
     return other
 
 
-def _row(key: OodKey, inside: np.ndarray, outside: np.ndarray) -> OodRow:
-    """Measure how well one method's scores tell two datasets apart, as a row.
+def _measure_row(key: OodKey, inside: np.ndarray, outside: np.ndarray) -> OodRow:
+    """Measure how well one method's scores tell two datasets apart.
 
     Args:
-        key: The keys that identify the row.
-        inside: A score for each image of the dataset that the network knows, [n].
-        outside: A score for each image of the other dataset, [m].
-    """
-    return OodRow(**key, **_measures(inside, outside))
-
-
-def _measures(inside: np.ndarray, outside: np.ndarray) -> OodMeasures:
-    """Measure how well scores tell two datasets apart.
-
-    Args:
-        inside: A score for each image of the dataset that the network knows, [n].
-        outside: A score for each image of the other dataset, the positive class, [m].
+        key: The entries that identify the row, such as the method and the datasets.
+        inside: A score for each of the n images of the dataset that the network knows, [n].
+        outside: A score for each of the m images of the other dataset, the positive class, [m].
 
     Returns:
-        AUROC with its 95 % interval, AUPR with either dataset as the positive class, and FPR95.
+        The entries of `key`, and AUROC with its 95 % interval, AUPR with either dataset as the
+        positive class, and FPR95.
     """
     low, high = interval(auroc, inside, outside)
-    return {
-        "auroc": auroc(inside, outside),
-        "auroc_low": low,
-        "auroc_high": high,
-        "aupr_out": aupr(inside, outside),
-        "aupr_in": aupr(inside, outside, positive="in"),
-        "fpr95": fpr95(inside, outside),
-    }
+    return OodRow(
+        **key,
+        auroc=auroc(inside, outside),
+        auroc_low=low,
+        auroc_high=high,
+        aupr_out=aupr(inside, outside),
+        aupr_in=aupr(inside, outside, positive="in"),
+        fpr95=fpr95(inside, outside),
+    )

@@ -12,11 +12,12 @@ from qualms.methods.perturb_model import PerturbTheta
 from qualms.methods.registry import parse
 from qualms.methods.training_heads import Laplace
 
+# λ, which decides how much more later layers count than earlier ones, by dataset.
 LAMBDA = {"mnist": 0.3, "cifar10": 0.2, "svhn": 0.2, "cifar100": 0.4}
+DEFAULT_LAMBDA = 0.3  # of datasets that are not in the paper
 # Random draws of inputs or weights, for the scores that perturb them.
 DRAWS = 100
 SIGMA = 0.02  # noise level of smoothing, for pixels in [0, 1]
-
 
 # Methods that are not in the paper and are compared with its methods in tables 1 and 2, by spec.
 COMPARISON_SPECS = (
@@ -62,15 +63,16 @@ def paper_methods(
         draws: The number of draws of the methods that perturb inputs or weights.
     """
     has_many_classes = dataset == "cifar100"
-    lam, smooth = LAMBDA.get(dataset, 0.3), smooth or Smoothing(SIGMA)
+    lam = LAMBDA.get(dataset, DEFAULT_LAMBDA)
+    smooth = smooth or Smoothing(SIGMA)
     return {
         "NEGrad": NEGrad(),
         "UNGrad": UNGrad(),
         "GradNorm": GradNorm(),
         "ExGrad": ExGrad(),
-        "Perturb x": PerturbX(0.02 if has_many_classes else 0.008, draws),
-        "Perturb θ": PerturbTheta(0.0003 if has_many_classes else 0.008, draws),
-        "MC-AA": MCAA(0.0005 if has_many_classes else 0.0001, draws),
+        "Perturb x": PerturbX(sigma=0.02 if has_many_classes else 0.008, draws=draws),
+        "Perturb θ": PerturbTheta(sigma=0.0003 if has_many_classes else 0.008, draws=draws),
+        "MC-AA": MCAA(a=0.0005 if has_many_classes else 0.0001, draws=draws),
         "Inserted Dropout": InsertedDropout(),
         "Entropy": Entropy(),
         "ExGrad V": ExGradV(),
@@ -82,32 +84,33 @@ def paper_methods(
 
 
 def comparison_methods(dataset: str) -> dict[str, Method]:
-    """Return the methods of tables 1 and 2 that are not in the paper, by spec.
+    """Return the methods that the paper lacks and that tables 1 and 2 add, by spec.
 
     Args:
-        dataset: The name of the dataset. CIFAR-100 is without `quam`, which would search a hundred
-            heads for each input, for hours.
+        dataset: The name of the dataset. `quam` is left out for `cifar100`, where it would search a
+            head for each of a hundred classes and each input, for hours.
     """
-    methods: dict[str, Method] = {}
-    for name in COMPARISON_SPECS:
-        if name != "quam" or dataset != "cifar100":
-            methods[name] = parse(name)
+    methods = {spec: parse(spec) for spec in COMPARISON_SPECS}
+    if dataset == "cifar100":
+        del methods["quam"]
     return methods
 
 
 def paper_row(method: Method) -> str:
     """Return a method's name in the paper's tables; its name in qualms if the paper lacks it.
 
-    A method other than REGrad that has weighted layers or smoothing ends in `, modified`.
+    REGrad has names of its own with weighted layers or smoothing; the name of any other method with
+    either ends in `, modified`.
     """
     if isinstance(method, REGrad):
         if method.layers is not None:
             return "REGrad*" if method.smooth else "REGrad+layers"
         return "REGrad+smooth" if method.smooth else "REGrad"
     name = method.name
-    for row, other in paper_methods("").items():
-        if type(other) is type(method):
-            name = row
+    # Only the classes are compared, so the dataset does not matter.
+    for paper_name, paper_method in paper_methods(dataset="").items():
+        if type(paper_method) is type(method):
+            name = paper_name
             break
     is_modified = method.layers is not None or method.smooth is not None
     return f"{name}, modified" if is_modified else name
@@ -117,22 +120,24 @@ def _parse_table(text: str) -> dict[str, dict[str, Any]]:
     """Parse a table whose cells are separated by bars.
 
     Args:
-        text: A line of column names, then a line for each row. A cell is a number, or a pair of
-            numbers such as `97.80/97.54`.
+        text: A line of column names, then a line for each row, which begins with the row's name. A
+            cell is a number, or a pair of numbers such as `97.80/97.54`.
 
     Returns:
-        A dict of columns, each a dict of rows: the number, or the pair as a tuple.
+        A dict from each column's name to a dict from each row's name to the cell: a float, or a
+        tuple of two floats.
     """
-    rows: list[list[str]] = []
+    lines: list[list[str]] = []
     for line in text.strip().splitlines():
-        rows.append([cell.strip() for cell in line.split("|")])
-    (_, *names), *lines = rows
-    columns: dict[str, dict[str, Any]] = {name: {} for name in names}
-    for row, *cells in lines:
-        for name, cell in zip(names, cells, strict=True):
-            numbers = tuple(float(number) for number in cell.split("/"))
-            columns[name][row] = numbers if len(numbers) > 1 else numbers[0]
-    return columns
+        lines.append([cell.strip() for cell in line.split("|")])
+    header, *body = lines
+    column_names = header[1:]  # the first column holds the rows' names
+    table: dict[str, dict[str, Any]] = {name: {} for name in column_names}
+    for row_name, *cells in body:
+        for column_name, cell in zip(column_names, cells, strict=True):
+            values = tuple(map(float, cell.split("/")))
+            table[column_name][row_name] = values if len(values) > 1 else values[0]
+    return table
 
 
 # Table 1: AUROC/AUPR in percent by in-distribution and OOD dataset; the last rows also from tables

@@ -23,7 +23,7 @@ from qualms.stream.network import Network
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
 from qualms.tasks.active import COLOR, NETWORKS, RANDOM, active
 from qualms.tasks.calibration import calibration
-from qualms.tasks.image_scores import accuracy_row, select_usable
+from qualms.tasks.image_scores import measure_accuracy, select_usable
 from qualms.tasks.journal import Journal
 from qualms.tasks.ood import ood
 from qualms.tasks.paper_numbers import VIT, comparison_methods, paper_methods
@@ -33,15 +33,15 @@ from qualms.tasks.runtime import runtime as measure_runtime
 from qualms.tasks.score_rows import Methods
 from qualms.training import fit
 
-# The datasets that each network has to detect. Tiny-ImageNet is not in the paper; it is added to
-# LSUN if it is on disk.
+# The datasets to detect, by the dataset that the network was trained on. Tiny-ImageNet is not in the
+# paper; its rows are left out if it is not on disk.
 PAIRS = {
     "mnist": ("omniglot", "fashion-mnist"),
     "cifar10": ("svhn", "lsun", "tiny-imagenet-32"),
     "svhn": ("cifar10", "cifar100"),
     "cifar100": ("svhn", "lsun", "tiny-imagenet-32"),
 }
-# The dataset to detect in table 4, by the dataset that the network knows.
+# The dataset to detect in table 4, by the dataset that the network was trained on.
 TABLE4_OUTSIDE = {
     "mnist": "fashion-mnist",
     "cifar10": "svhn",
@@ -49,12 +49,13 @@ TABLE4_OUTSIDE = {
     "cifar100": "svhn",
 }
 TABLE4_METHODS = ("ExGrad", "REGrad", "REGrad+layers", "REGrad*")  # the rows of table 4
+# Methods in the table of the vision transformer that the paper lacks.
 RIVALS_OF_VIT = ("energy", "gen", "heat", "odin", "knn", "fisher")
-# As many images of the one dataset as of the other. The paper does not say so, but its AUPRs do:
-# with all 26,032 test images of SVHN as the positives, GradNorm's 32.04 on CIFAR-10 → SVHN would be
-# below the least possible AUPR, 50.8.
+# The most images of each of two datasets, so that both have the same number. The paper does not say
+# so, but its AUPRs show it: with all 26,032 test images of SVHN as the positive class, GradNorm's
+# 32.04 on CIFAR-10 → SVHN would be below the least possible AUPR, 50.8.
 IMAGES_OF_EACH = 10_000
-# Training images that methods learn from where a preset scores only some of the test images.
+# The most training images that methods learn from if a preset scores only some of the test images.
 MAX_TRAIN_IMAGES = 5000
 
 
@@ -65,8 +66,8 @@ class Workspace:
     Args:
         root: the folder with the datasets and with published weights.
         out: the folder for networks and rows.
-        device: where networks run.
-        progress: called with how far training and scoring are.
+        device: the device that networks run on, as for `torch.device`.
+        progress: called with a text, and with how much is done, during training and scoring.
     """
 
     root: Path
@@ -87,15 +88,15 @@ def table2(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Measure how well the scores of all methods rank predictions, on each dataset of the preset."""
     for dataset, setup in preset.setups.items():
         methods = table_methods(dataset, preset)
-        yield from _for_each_seed(workspace, dataset, setup, methods, _measure_calibration)
+        yield from _measure_networks(workspace, dataset, setup, methods, _measure_calibration)
 
 
 def table3(preset: Preset, workspace: Workspace) -> Iterator[Row]:
-    """Compare how much the images that methods pick improve a network (active learning)."""
+    """Measure active learning: how good a network gets with the images that each method picks."""
     for dataset, learning in preset.active.items():
-        missing = _explain_missing(workspace, dataset)
-        if missing is not None:
-            yield missing
+        missing_row = _explain_missing(workspace, dataset)
+        if missing_row is not None:
+            yield missing_row
             continue
         train, test = _load(dataset, workspace.root, "train"), _load(dataset, workspace.root)
         if preset.active_test is not None:
@@ -139,11 +140,12 @@ def table5(preset: Preset, workspace: Workspace) -> Iterator[Row]:
 
 def vit(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Measure out-of-distribution detection by a vision transformer."""
-    rows_of_paper = next(iter(VIT.values()))
+    # `VIT` maps each pair of datasets to its rows, which have the same names for all pairs.
+    paper_names = next(iter(VIT.values()))
     for dataset, setup in preset.vit.items():
         all_paper_methods = paper_methods(dataset, preset.smooth, preset.draws)
         methods = {
-            **_select_methods(all_paper_methods, (*rows_of_paper, "Entropy")),
+            **_select_methods(all_paper_methods, (*paper_names, "Entropy")),
             **_select_methods(comparison_methods(dataset), RIVALS_OF_VIT),
         }
         yield from _ood_rows(workspace, dataset, setup, PAIRS[dataset], methods)
@@ -152,17 +154,17 @@ def vit(preset: Preset, workspace: Workspace) -> Iterator[Row]:
 def runtime(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Time each method on a ResNet-18 with random weights, which do not change the time."""
     dataset, name = "cifar10", "resnet18"
-    missing = _explain_missing(workspace, dataset)
-    if missing is not None:
-        yield missing
+    missing_row = _explain_missing(workspace, dataset)
+    if missing_row is not None:
+        yield missing_row
         return
     images = _load(dataset, workspace.root).subset(preset.timed)
     train = _load(dataset, workspace.root, "train").subset(MAX_TRAIN_IMAGES)
+    # The seed decides the random weights; afterwards torch's global random state is restored.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = Network(
-            name, load_model(name).to(workspace.device), DATASETS[dataset].normalization
-        )
+        model = load_model(name).to(workspace.device)
+    network = Network(name, model, DATASETS[dataset].normalization)
     methods = table_methods(dataset, preset)
     with Journal(workspace.out / f"runtime-{name}.jsonl", network.about) as journal:
         usable, left_out = select_usable(network, images, methods, train)
@@ -189,7 +191,7 @@ def table_methods(dataset: str, preset: Preset) -> dict[str, Method]:
 
 
 def _select_methods(methods: Methods, names: Collection[str]) -> dict[str, Method]:
-    """Return the methods with these names, in the order of `methods`."""
+    """Return the methods with these names, in the order of `methods`; ignore unknown names."""
     return {name: method for name, method in methods.items() if name in names}
 
 
@@ -215,14 +217,15 @@ def active_methods(dataset: str, learning: Learning, preset: Preset) -> dict[str
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """What a task needs to measure one network.
+    """All that is needed to measure one network, except the measurement itself.
 
     Args:
         network: the network to measure.
         images: test images of the dataset that the network knows.
         methods: the methods that the network supports, by name.
         journal: saves the network's rows.
-        settings: keyword arguments of a task: `seed`, `engine`, `train` and `progress`.
+        settings: the keyword arguments `seed`, `engine`, `train` and `progress` of `ood` and of
+            `calibration`.
     """
 
     network: Network
@@ -233,7 +236,7 @@ class _Evaluation:
 
 
 def _measure_calibration(evaluation: _Evaluation) -> Iterator[Row]:
-    """Yield a row of calibration for each method: a `measure` of `_for_each_seed`."""
+    """Call `calibration`, which yields a row for each method, with the parts of an evaluation."""
     yield from calibration(
         evaluation.network,
         evaluation.images,
@@ -250,69 +253,73 @@ def _ood_rows(
 
     Args:
         workspace: where to read and write.
-        dataset: the name of the dataset that the networks know.
+        dataset: the name of the dataset that the networks are trained on.
         setup: the setup of the networks.
         outside: the names of the datasets to detect. If a dataset cannot be read, a row says why.
         methods: the methods by the names that rows have.
     """
 
     def measure(evaluation: _Evaluation) -> Iterator[Row]:
-        """Yield the rows of one network: detection, and why a dataset cannot be read."""
-        others: list[Images] = []
+        """Yield a row for each dataset in `outside` and each method, measured on one network.
+
+        A dataset that cannot be read has a single row, which says why.
+        """
+        outside_images: list[Images] = []
         for name in outside:
-            missing = _explain_missing(workspace, name)
-            if missing is not None:
-                yield {**missing, "in": dataset}
+            missing_row = _explain_missing(workspace, name)
+            if missing_row is not None:
+                yield {**missing_row, "in": dataset}
             else:
                 images = _load(name, workspace.root).subset(setup.images)
-                others.append(images.take(slice(IMAGES_OF_EACH)))
+                outside_images.append(images.take(slice(IMAGES_OF_EACH)))
         inside = evaluation.images.take(slice(IMAGES_OF_EACH))
         yield from ood(
             evaluation.network,
             inside,
-            others,
+            outside_images,
             evaluation.methods,
             evaluation.journal,
             **evaluation.settings,
         )
 
-    yield from _for_each_seed(workspace, dataset, setup, methods, measure)
+    yield from _measure_networks(workspace, dataset, setup, methods, measure)
 
 
-def _for_each_seed(
+def _measure_networks(
     workspace: Workspace,
     dataset: str,
     setup: Setup,
     methods: Methods,
     measure: Callable[[_Evaluation], Iterator[Row]],
 ) -> Iterator[Row]:
-    """Prepare the network of each seed, and measure it.
+    """Train the network of each seed, or read its published weights, and measure it.
 
     Args:
         workspace: where to read and write.
-        dataset: the name of the dataset that the networks know.
-        setup: the setup of the networks.
+        dataset: the name of the dataset that the networks are trained on.
+        setup: the setup of the networks, with their seeds.
         methods: the methods by the names that rows have.
-        measure: yields the rows of one network.
+        measure: called for each network; yields rows of results.
 
     Yields:
         For each seed the network's accuracy, rows for the methods that it does not support, and the
         rows that `measure` yields.
     """
-    missing = _explain_missing(workspace, dataset)
-    if missing is not None:
-        yield missing
+    missing_row = _explain_missing(workspace, dataset)
+    if missing_row is not None:
+        yield missing_row
         return
-    whole = _load_for_network(workspace, dataset, setup, "test")  # accuracy is of all test images
+    # Accuracy is measured on all test images, and all else on the number that the setup asks for.
+    test = _load_for_network(workspace, dataset, setup, "test")
+    images = test.subset(setup.images)
     train = _load_for_network(workspace, dataset, setup, "train")
-    images = whole.subset(setup.images)
     if setup.images is not None:
         train = train.subset(MAX_TRAIN_IMAGES)
     for seed in setup.seeds:
         network = _prepare_network(workspace, dataset, setup, seed)
         path = workspace.out / f"{dataset}-{setup.network}-seed{seed}.jsonl"
         with Journal(path, network.about) as journal:
-            yield {**accuracy_row(network, whole, journal), "network": network.name}
+            yield {**measure_accuracy(network, test, journal), "network": network.name}
             usable, left_out = select_usable(network, images, methods, train)
             yield from left_out
             settings = {
@@ -326,7 +333,7 @@ def _for_each_seed(
 
 @lru_cache(maxsize=8)
 def _load(dataset: str, root: Path, split: str = "test") -> Images:
-    """Load a dataset by its name in the catalog, or else the images of a folder or file."""
+    """Load a dataset, given its name in the catalog or the path of a folder or file of images."""
     return load(f"data:{dataset}" if dataset in DATASETS else dataset, root, split)
 
 
@@ -353,25 +360,29 @@ def _load_for_network(workspace: Workspace, dataset: str, setup: Setup, split: s
 
 
 def _build_network(name: str, classes: int | None, device: str) -> torch.nn.Module:
-    """Build a network of the zoo with fresh weights, which follow torch's global seed."""
+    """Build a network of the zoo with fresh weights, drawn under torch's global seed."""
     return load_model(name, classes=classes).to(device)
 
 
 def _prepare_network(workspace: Workspace, dataset: str, setup: Setup, seed: int) -> Network:
-    """Read a network's published weights, or else train it; a training that was stopped resumes.
+    """Read a network's published weights, or train it if there are none.
+
+    Training resumes from its checkpoint if it was stopped.
 
     Args:
         workspace: where to read and write.
         dataset: the name of the dataset that the network is trained on.
         setup: the setup that names the network and its recipe.
-        seed: decides the fresh weights and the order of training.
+        seed: the seed of the fresh weights and of the order of training.
     """
     entry, classes = ZOO[setup.network], DATASETS[dataset].classes
-    published = workspace.root / "weights" / (entry.file or "")
-    if entry.file is not None and entry.normalization is not None and published.is_file():
-        model = load_model(setup.network, published, classes=classes).to(workspace.device)
-        return Network(f"{setup.network}, {entry.file}", model, entry.normalization)
+    if entry.file is not None and entry.normalization is not None:
+        published = workspace.root / "weights" / entry.file
+        if published.is_file():
+            model = load_model(setup.network, published, classes=classes).to(workspace.device)
+            return Network(f"{setup.network}, {entry.file}", model, entry.normalization)
     normalization = DATASETS[dataset].normalization.of_channels(entry.channels)
+    # The seed decides the fresh weights; afterwards torch's global random state is restored.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _build_network(setup.network, classes, workspace.device)

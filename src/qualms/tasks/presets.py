@@ -1,6 +1,6 @@
 """Two sizes of the paper's experiments: `paper`, the full protocol, and `cpu`, for two cores.
 
-The full protocol needs a GPU.
+`paper` needs a GPU.
 """
 
 from dataclasses import dataclass, replace
@@ -58,14 +58,14 @@ class Preset:
 
     Args:
         name: the name of the preset on the command line.
-        cuts: what differs from the paper, in words.
+        cuts: all differences from the paper, in words.
         smooth: the smoothing of REGrad*.
         draws: the number of random draws of Perturb x, Perturb θ and MC-AA.
         setups: the setups of tables 1, 2, 4 and 5, by dataset.
         vit: the setups of the vision transformer's table, by dataset.
         active: the settings of active learning (table 3), by dataset.
         active_test: the number of test images that active learning is judged on; None for all.
-        timed: the number of images that methods are timed on.
+        timed: the number of images that the runtime of methods is measured on.
     """
 
     name: str
@@ -107,18 +107,18 @@ PAPER = Preset(
     timed=1000,
 )
 
-# Twenty images make one step an epoch: only larger starts can do with fewer epochs, with smaller
-# batches to make up.
+# With 20 labeled images, an epoch is one step, so fewer epochs are possible only for experiments that
+# start with more images; their smaller batches make more steps of an epoch.
 _LONG_RECIPE = replace(RECIPES["active"], epochs=60, validate_every=5)
 _SHORT_RECIPE = replace(RECIPES["active"], epochs=20, batch=32, validate_every=4)
-# On MNIST, two draws rank as a hundred do (docs/performance.md); on other networks they do not.
+# On MNIST, two draws rank images as a hundred do (docs/performance.md); on other networks they do not.
 _TWO_DRAWS = Smoothing(SIGMA, draws=2)
 _COLOR_PLAN = Plan(500, 100, _SHORT_RECIPE, cycles=3, pool=1000, validation=500)
 _FEW_METHODS = ("Random", "Entropy", "ExGrad", "LA", "REGrad*")
 
 
 def _transformer(epochs: int, augment: bool) -> Recipe:
-    """Return the recipe of the vision transformer for few epochs, with a higher learning rate.
+    """Return the training recipe of a vision transformer for few epochs, at a higher learning rate.
 
     Args:
         epochs: the number of epochs.

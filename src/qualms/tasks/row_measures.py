@@ -1,13 +1,13 @@
-"""What tasks measure, beside the keys that say of what. Shares are from 0 to 1.
+"""The measured entries of rows, without the entries that identify a row. Shares are from 0 to 1.
 
-Intervals have a probability of 95 %.
+Intervals are 95 % confidence intervals.
 """
 
 from typing import NotRequired, TypedDict
 
 
 class OodMeasures(TypedDict):
-    """How well a score tells the datasets apart.
+    """How well a score tells two datasets apart.
 
     Attributes:
         auroc: the area under the ROC curve.
@@ -29,7 +29,7 @@ class OodMeasures(TypedDict):
 
 
 class CalibrationMeasures(TypedDict):
-    """Whether the certain predictions are the right ones.
+    """Whether the predictions with low uncertainty are the right ones.
 
     Attributes:
         accuracy: the share of right predictions.
@@ -41,7 +41,7 @@ class CalibrationMeasures(TypedDict):
             wrong.
         raulc_low: the lower end of rAULC's interval.
         raulc_high: the upper end of rAULC's interval.
-        why: the reason, where there is no rAULC.
+        why: the reason why `raulc` is None; missing otherwise.
     """
 
     accuracy: float
@@ -56,7 +56,7 @@ class CalibrationMeasures(TypedDict):
 
 
 class CycleMeasures(TypedDict):
-    """How good the network is on test images.
+    """How good a network is on test images.
 
     Attributes:
         accuracy: the share of right predictions.
@@ -71,12 +71,12 @@ class CycleMeasures(TypedDict):
 
 
 class TokensMeasures(TypedDict):
-    """What a model answers at the tokens of some windows; a list for each window.
+    """Scores and predictions of a model at the tokens of some windows; a list for each window.
 
     Attributes:
         scores: by method, a score for each token.
         log_probs: log p of each token, given the tokens before it.
-        right: whether the most likely next token is the one that follows.
+        right: at each token, whether the most likely next token is the one that follows.
     """
 
     scores: dict[str, list[list[float]]]

@@ -1,7 +1,8 @@
-"""What rows hold: the numbers that tasks measure, kept in a journal and written as JSON lines.
+"""The types of rows: the numbers that tasks measure, kept in a journal and written as JSON lines.
 
-The key `row` names the kind of a row. A key type has all that decides a row's numbers: rows with
-equal keys are the same row, and are measured once.
+The key `row` names the kind of a row. A type such as `OodKey` has the entries that decide the
+numbers of an `OodRow`: two rows whose entries of `OodKey` are equal are the same row, which is
+measured once.
 """
 
 from typing import Literal, NotRequired, TypedDict
@@ -14,7 +15,7 @@ from qualms.tasks.row_measures import (
     TokensMeasures,
 )
 
-# `in` and `from` are words of Python, which the body of a class cannot have as keys.
+# `in` and `from` are keywords of Python, so the body of a class cannot have them as keys.
 _In = TypedDict("_In", {"in": str})
 _MaybeIn = TypedDict("_MaybeIn", {"in": NotRequired[str]})
 _From = TypedDict("_From", {"from": str})
@@ -75,8 +76,8 @@ class ScoresAbout(TypedDict):
         data: the dataset.
         seed: the seed of all random draws.
         engine: the engine that computed the gradients, with its tolerance.
-        draws: what random draws depend on, beside the seed: "by pixels". In rows without this key
-            they depended on an image's position.
+        draws: what random draws depend on, besides the seed: "by pixels". In rows without this
+            key, they depended on an image's position.
     """
 
     data: str
@@ -159,7 +160,7 @@ class CycleKey(CycleAbout):
 
 
 class CycleRow(CycleKey, CycleMeasures):
-    """How good a network is after a number of labels.
+    """How good a network is when it was trained on a number of labeled images.
 
     Attributes:
         labeled: the number of labeled images.
@@ -311,7 +312,7 @@ class TextRow(TextKey, OodMeasures):
 
 
 class NextTokenKey(_In, TextAbout):
-    """`next-token`: one method on the text `in`, of which each next token is known.
+    """`next-token`: one method on the text `in`, by whether it detects wrong next tokens.
 
     Attributes:
         method: the method's name in tables.
@@ -336,7 +337,7 @@ class PartKey(TypedDict):
 
     Attributes:
         of: `images` for the images to score, `reference` for a threshold's reference images.
-        first: the position of the first of these images among all of that group.
+        first: the position of the first of these images among all images of that group.
     """
 
     row: Literal["part"]
@@ -347,7 +348,7 @@ class PartKey(TypedDict):
 class PartRow(PartKey):
     """All columns of a table for a few images.
 
-    Numbers are `{"dtype": "float32", "values": [0.5, "nan"]}`.
+    Arrays are stored as in `{"dtype": "float32", "values": [0.5, "nan"]}`.
 
     Attributes:
         ids: the ids of the images.
@@ -371,7 +372,8 @@ class PartRow(PartKey):
 
 
 class LeftOutRow(_MaybeIn):
-    """`left out`: why a method, or the dataset `out` beside `in`, is not among the rows.
+    """`left out`: why a method, or the dataset `out` to detect by a network for `in`, is
+    not among the rows.
 
     This row is never in a journal.
     """

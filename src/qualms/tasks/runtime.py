@@ -17,10 +17,12 @@ from qualms.scorer import Scorer
 from qualms.stream.image_scorer import make_scorer
 from qualms.stream.network import Network
 from qualms.stream.sizes import BATCH
-from qualms.tasks.image_scores import engine_label, parameters
+from qualms.tasks.image_scores import describe_parameters, engine_label
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import RuntimeKey, RuntimeRow
 from qualms.tasks.score_rows import Methods
+
+TIMED = "timed"  # the method's name in a scorer that is timed
 
 
 def runtime(
@@ -51,46 +53,52 @@ def runtime(
         tolerance: The tolerance of the engine, as for `Scorer`; None for its default.
         train: Training images, for the methods that need some.
         rounds: How often each method is timed.
-        progress: Called with the number of methods that are timed.
+        progress: Called with the number of methods that were timed so far, and of all methods.
 
     Yields:
         For each method, a row with the median over rounds of the method's seconds, and of
         their ratio to Entropy's seconds in the same round.
     """
-    x = list(network.inputs(images).split(BATCH))
+    batches = list(network.inputs(images).split(BATCH))
 
-    def warm_up(method: Method) -> Scorer:
+    def make_warm_scorer(method: Method) -> Scorer:
         """Return a scorer of one method that has scored a batch, so that setup is not timed."""
         scorer = make_scorer(
-            network, {"timed": method}, train, seed=seed, engine=engine, tolerance=tolerance
+            network, {TIMED: method}, train, seed=seed, engine=engine, tolerance=tolerance
         )
-        scorer(x[0])
+        scorer(batches[0])
         return scorer
 
     def measure(key: RuntimeKey, method: Method) -> RuntimeRow:
-        """Time one method in several rounds, with Entropy timed first in each, as a row."""
-        scorer = warm_up(method)
+        """Return a row with the time of one method, and its ratio to Entropy's in the same round.
+
+        Args:
+            key: The entries that identify the row.
+            method: The method to time.
+        """
+        scorer = make_warm_scorer(method)
         seconds, ratios = [], []
         for _ in range(rounds):
-            entropy_seconds = _time(entropy_scorer, x)
-            seconds.append(_time(scorer, x))
-            ratios.append(seconds[-1] / entropy_seconds)
+            entropy_seconds = _time(entropy_scorer, batches)
+            method_seconds = _time(scorer, batches)
+            seconds.append(method_seconds)
+            ratios.append(method_seconds / entropy_seconds)
         return RuntimeRow(
             **key, seconds=statistics.median(seconds), ratio=statistics.median(ratios)
         )
 
-    entropy_scorer = warm_up(Entropy())
+    entropy_scorer = make_warm_scorer(Entropy())
     if progress is not None:
         progress("methods timed", 0, len(methods))
     for done, (name, method) in enumerate(methods.items(), start=1):
         key: RuntimeKey = {
             "row": "runtime",
             "method": name,
-            "exactly": parameters(method, train),
+            "exactly": describe_parameters(method, train),
             "n": len(images),
             "engine": engine_label(engine, tolerance),
             "rounds": rounds,
-            "device": str(x[0].device),
+            "device": str(batches[0].device),
             "threads": torch.get_num_threads(),
         }
         yield journal.get_or_add(key, partial(measure, key, method))
@@ -99,7 +107,8 @@ def runtime(
 
 
 def _time(scorer: Scorer, batches: list[Tensor]) -> float:
-    """Return the seconds that a scorer of one method, named `timed`, takes for some batches."""
+    """Return the seconds that a scorer of one method, named `TIMED`, takes for some batches."""
     start = time.perf_counter()
-    scorer(batches).scores["timed"].cpu()  # waits for a GPU
+    # A GPU computes asynchronously; `cpu` waits for the scores.
+    scorer(batches).scores[TIMED].cpu()
     return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""What scoring images and scoring tokens share: rows of scores in a journal, and usable methods."""
+"""Shared by the scoring of images and of tokens: rows of scores, and the choice of methods."""
 
 import time
 from abc import ABC, abstractmethod
@@ -12,52 +12,54 @@ from qualms.stream.sink import BatchT
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import LeftOutRow
 
-# By their names in rows; noise is for pixels in [0, 1].
+# The methods by their names in rows; their noise levels are for pixels in [0, 1].
 Methods = Mapping[str, Method]
 
 
 class ScoreRows(ABC, Generic[BatchT]):
     """The scores of a stream as rows of a journal, so that a killed run can resume.
 
-    A sink (see `qualms.stream.sink`) that adds a row for each batch. Only the methods by which the
-    journal has no scores of a batch are `missing`, and need to be computed.
+    A sink (see `qualms.stream.sink`) that adds a row for each batch. A batch is scored only by its
+    `missing` methods: those by which the journal has no scores of the batch yet.
 
     Args:
         journal: keeps the rows.
-        about: what all rows share: the name of the data, the seed and the engine.
-        exactly: all parameters of each method, by the method's name. Scores that were computed with
-            other parameters are not used.
+        about: the entries that all rows share: the name of the data, the seed and the engine.
+        exactly: all parameters of each method as a string, by the method's name. Scores that were
+            computed with other parameters are not used.
     """
 
     def __init__(
         self, journal: Journal, about: Mapping[str, Any], exactly: Mapping[str, str]
     ) -> None:
-        """Begin with no rows read; the journal is searched for each batch when it comes."""
+        """Store the arguments; the journal is searched later, batch by batch."""
         self.journal, self.about, self.exactly = journal, about, exactly
-        # By the position of a batch's first sample.
+        # The rows of each batch, by the position of the batch's first sample.
         self._rows: dict[int, list[Any]] = {}
+        # When the last call of `restore` began, by `time.perf_counter`.
         self._start = 0.0
 
     @abstractmethod
     def key(self, batch: BatchT) -> Mapping[str, Any]:
-        """Return the keys that identify a batch's rows: the same for all methods."""
+        """Return the entries that identify the rows of a batch: the same for all methods."""
 
     @abstractmethod
     def measures(self, batch: BatchT, scored: Scored) -> dict[str, Any]:
-        """Return the other entries of a batch's row: `scores` by method, and maybe more."""
+        """Return the measured entries of a batch's row: `scores` by method, and maybe more."""
 
     def rows(self, batch: BatchT) -> list[Any]:
-        """Return all rows of a batch, in the order in which they were added."""
+        """Return all rows of a batch, in the order in which they were added to the journal."""
         if batch.first not in self._rows:
             self._rows[batch.first] = self.journal.where(**self.key(batch))
         return self._rows[batch.first]
 
     def scores(self, batch: BatchT) -> dict[str, Any]:
-        """Return the scores that a batch has so far, by method.
+        """Return the scores that the journal has of a batch, by method.
 
-        Scores of a method with other parameters than `exactly` says are left out.
+        Scores of a method with other parameters than those in `exactly` are left out.
         """
         scores_by_method: dict[str, Any] = {}
+        # Each run that had other methods has added a row.
         for row in self.rows(batch):
             for name, scores in row["scores"].items():
                 if row["methods"][name] == self.exactly.get(name):
@@ -70,7 +72,10 @@ class ScoreRows(ABC, Generic[BatchT]):
         return tuple(name for name in self.exactly if name not in scores)
 
     def restore(self, batch: BatchT) -> bool:
-        """Whether the journal has the batch's scores by all methods; also starts the timer of `write`."""
+        """Whether the journal has the batch's scores by all methods.
+
+        Also stores the time, from which `write` computes the seconds that scoring took.
+        """
         self._start = time.perf_counter()
         return not self.missing(batch)
 
@@ -78,9 +83,9 @@ class ScoreRows(ABC, Generic[BatchT]):
         """Add a row with the new scores of a batch, and the seconds since its `restore`.
 
         Args:
-            batch: The batch.
-            scored: Its scores by the methods that were missing; never None, since every sample of
-                these batches can be read.
+            batch: A batch of images or windows.
+            scored: The batch's scores by the methods that were missing; never None, which a sink
+                gets for a batch without readable samples.
         """
         assert scored is not None
         measures = self.measures(batch, scored)
@@ -90,6 +95,7 @@ class ScoreRows(ABC, Generic[BatchT]):
             "seconds": round(time.perf_counter() - self._start, 3),
             **measures,
         }
+        # `rows` returns the stored list, so that later calls return the new row as well.
         self.rows(batch).append(self.journal.add(row))
 
 
@@ -100,8 +106,8 @@ def keep_usable(
 
     Args:
         methods: the methods by name.
-        try_method: computes a few scores by a method, given its name; a `QualmsError` means that
-            the method cannot be used.
+        try_method: called with the name of each method and the method; computes a few scores, and
+            raises a `QualmsError` if the method cannot be used.
 
     Returns:
         The methods that work, by name, and a row with the reason for each method that does not.

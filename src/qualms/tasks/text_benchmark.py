@@ -19,13 +19,13 @@ from qualms.tasks.score_rows import Methods
 from qualms.tasks.token_scores import ScoredWindows, score_windows
 from qualms.tasks.windows import Windows
 
-# Tokens whose scores are averaged; whole windows too.
+# The numbers of consecutive tokens whose scores are averaged, in addition to whole windows.
 SPANS = (1, 8, 32)
 # Bootstrap resamples of rAULC and PRR, which rank all tokens in each resample.
 RESAMPLES = 200
-# -log p of the token just read, without any method.
+# The name of a baseline: -log p of the token just read.
 SURPRISE = "surprise"
-# The mean surprise over the window up to the token.
+# The name of a baseline: the mean surprise over the window up to the token.
 PERPLEXITY = "perplexity"
 
 
@@ -43,10 +43,10 @@ def text(
 ) -> Iterator[TextRow | NextTokenRow | LeftOutRow]:
     """Measure how well token scores detect other texts, and wrong next tokens.
 
-    The score at a token is computed after reading it, and is about what comes next; the token that
-    does come next is not used. A span's score is the mean of its tokens' scores. Two baselines are
-    always added, which use only the tokens read so far: `surprise`, -log p of the token just read,
-    and `perplexity`, the mean surprise over the window up to the token.
+    The score at a token is the model's uncertainty about the next token, computed from this token
+    and those before it. A span's score is the mean of its tokens' scores. Two baselines are always
+    added, which use the same tokens: `surprise`, -log p of the token just read, and `perplexity`,
+    the mean surprise over the window up to the token.
 
     Args:
         model: a language model.
@@ -55,13 +55,14 @@ def text(
         methods: the methods by the names that rows have.
         journal: saves the rows; rows that it has are not computed again.
         seed: the seed of the sketch's tangents.
-        engine: the sketch of gradient scores.
+        engine: the settings of the sketch that estimates gradient scores.
         params: a pattern of the parameters whose gradients count; empty for all.
-        progress: called with the number of windows that are scored.
+        progress: called with the number of windows scored so far, and of all windows.
 
     Yields:
         For each other text, method and span length, a row with AUROC, AUPR and FPR95; then, for
-        each method, a row that tells how well it detects wrong next tokens of `inside`.
+        each method, a row that tells how well it detects wrong next tokens of `inside`. If none of
+        them, or all, are wrong, a single row says so instead.
     """
     engine = engine or Sketch()
     if any(other.length != inside.length for other in outside):
@@ -87,16 +88,19 @@ def text(
         "window": inside.length,
     }
     exactly = {name: repr(method) for name, method in methods.items()}
-    for windows, other in zip(outside, scored[1:], strict=True):
-        yield from _text_rows(inside, scored[0], windows, other, about, exactly, journal)
-    yield from _next_token_rows(inside, scored[0], about, exactly, journal)
+    inside_scored, *outside_scored = scored
+    for windows, windows_scored in zip(outside, outside_scored, strict=True):
+        yield from _text_rows(
+            inside, inside_scored, windows, windows_scored, about, exactly, journal
+        )
+    yield from _next_token_rows(inside, inside_scored, about, exactly, journal)
 
 
 def _text_rows(
     inside: Windows,
-    known: ScoredWindows,
+    inside_scored: ScoredWindows,
     outside: Windows,
-    other: ScoredWindows,
+    outside_scored: ScoredWindows,
     about: TextAbout,
     exactly: dict[str, str],
     journal: Journal,
@@ -105,24 +109,25 @@ def _text_rows(
 
     Args:
         inside: the text that the model knows.
-        known: the scores of `inside`.
+        inside_scored: the scores of `inside`.
         outside: the other text.
-        other: the scores of `outside`.
-        about: the keys that all rows share.
+        outside_scored: the scores of `outside`.
+        about: the entries that all rows share.
         exactly: the `repr` of each method, with all its parameters, by name.
         journal: saves the rows; rows that it has are not computed again.
 
     Yields:
-        A row for each method and length of spans, baselines included.
+        A row for each span length of each method and baseline.
     """
-    scores_outside = add_baselines(other)
-    for name, scores_inside in add_baselines(known).items():
+    scores_outside = add_baselines(outside_scored)
+    for name, scores_inside in add_baselines(inside_scored).items():
         for span in span_lengths(inside.length):
             key: TextKey = {
                 "row": "text",
                 "in": inside.name,
                 "out": outside.name,
                 "method": name,
+                # A baseline has no parameters: its name says all.
                 "exactly": exactly.get(name, name),
                 **about,
                 "span": span,
@@ -135,10 +140,10 @@ def _text_rows(
 
 
 def _text_row(key: TextKey, inside: Floats, outside: Floats, span: int) -> TextRow:
-    """Measure how well one method's scores tell two texts apart, as a row.
+    """Return the row that says how well one method's scores tell two texts apart.
 
     Args:
-        key: the keys that identify the row.
+        key: the entries that identify the row, such as the method and the texts.
         inside: scores of the text that the model knows, [windows, length].
         outside: scores of the other text, [windows, length].
         span: the number of tokens in a span.
@@ -148,7 +153,7 @@ def _text_row(key: TextKey, inside: Floats, outside: Floats, span: int) -> TextR
 
 def _next_token_rows(
     inside: Windows,
-    known: ScoredWindows,
+    inside_scored: ScoredWindows,
     about: TextAbout,
     exactly: dict[str, str],
     journal: Journal,
@@ -157,58 +162,80 @@ def _next_token_rows(
 
     Args:
         inside: the text that the model knows.
-        known: the scores of `inside`.
-        about: the keys that all rows share.
+        inside_scored: the scores of `inside`, and whether its next tokens are predicted correctly.
+        about: the entries that all rows share.
         exactly: the `repr` of each method, with all its parameters, by name.
         journal: saves the rows; rows that it has are not computed again.
 
     Yields:
-        A row for each method, or a single row that says why there is nothing to detect.
+        A row for each method and baseline, or a single row if all next tokens are predicted
+        correctly, or all wrongly, so that there is nothing to detect.
     """
-    if known.right.all() or not known.right.any():
-        outcome = "correctly" if known.right.all() else "wrongly"
+    right = inside_scored.right
+    if right.all() or not right.any():
+        outcome = "correctly" if right.all() else "wrongly"
         why = f"all next tokens of {inside.name} are predicted {outcome}."
         yield {"row": "left out", "method": "next tokens", "why": why}
         return
-    for name, scores in add_baselines(known).items():
+    for name, scores in add_baselines(inside_scored).items():
         key: NextTokenKey = {
             "row": "next-token",
             "in": inside.name,
             "method": name,
+            # A baseline has no parameters: its name says all.
             "exactly": exactly.get(name, name),
             **about,
             "n": len(inside),
             "texts": inside.fingerprint(),
         }
-        yield journal.get_or_add(key, partial(_next_token_row, key, scores, known))
+        yield journal.get_or_add(key, partial(_next_token_row, key, scores, inside_scored))
 
 
-def _next_token_row(key: NextTokenKey, scores: Floats, known: ScoredWindows) -> NextTokenRow:
-    """Measure how well one method detects wrong next tokens, as a row (see `error_measures`)."""
-    return NextTokenRow(**key, **error_measures(scores, known))
+def _next_token_row(key: NextTokenKey, scores: Floats, scored: ScoredWindows) -> NextTokenRow:
+    """Return the row that says how well one method's scores detect wrong next tokens.
+
+    Args:
+        key: the entries that identify the row, such as the method and the text.
+        scores: the method's scores of the tokens, [windows, length].
+        scored: the model's predictions in the same windows.
+    """
+    return NextTokenRow(**key, **error_measures(scores, scored))
 
 
 def span_lengths(length: int) -> list[int]:
-    """Return the span lengths to measure: those of `SPANS` below a window's length, and that."""
+    """Return the numbers of tokens in a span: the shorter ones of `SPANS`, and a whole window.
+
+    Args:
+        length: the number of scored tokens in a window.
+    """
     return [*(span for span in SPANS if span < length), length]
 
 
 def add_baselines(scored: ScoredWindows) -> dict[str, Floats]:
-    """Return the scores of all methods and of the two baselines by name, each [windows, length].
+    """Return the scores of all methods and of two baselines, by name, each [windows, length].
 
-    `surprise` is -log p of the token just read; `perplexity` is the mean surprise up to the token.
+    The baselines are `surprise`, -log p of the token just read, and `perplexity`, the mean surprise
+    from the window's start up to the token.
     """
     surprise = -scored.log_probs
     return {**scored.scores, SURPRISE: surprise, PERPLEXITY: running_mean(surprise)}
 
 
 def running_mean(scores: Floats) -> Floats:
-    """Average the scores of each window from its start up to each token, [windows, length]."""
-    return scores.cumsum(1) / np.arange(1, scores.shape[1] + 1)
+    """Average the scores from a window's start up to each token.
+
+    Args:
+        scores: the scores of the tokens, [windows, length].
+
+    Returns:
+        The means, [windows, length].
+    """
+    num_tokens = np.arange(1, scores.shape[1] + 1)
+    return scores.cumsum(1) / num_tokens
 
 
 def span_means(scores: Floats, span: int) -> Floats:
-    """Average scores over consecutive spans of each window; left-over tokens are dropped.
+    """Average scores over consecutive spans of each window; drop the tokens left over at its end.
 
     Args:
         scores: the scores of the tokens, [windows, length].
@@ -217,8 +244,9 @@ def span_means(scores: Floats, span: int) -> Floats:
     Returns:
         The means, [windows, length // span].
     """
-    count = scores.shape[1] // span
-    return scores[:, : count * span].reshape(len(scores), count, span).mean(2)
+    num_spans = scores.shape[1] // span
+    complete_spans = scores[:, : num_spans * span]
+    return complete_spans.reshape(len(scores), num_spans, span).mean(2)
 
 
 def detection_measures(inside: Floats, outside: Floats, span: int) -> OodMeasures:
@@ -232,15 +260,17 @@ def detection_measures(inside: Floats, outside: Floats, span: int) -> OodMeasure
     Returns:
         AUROC with its 95 % interval, AUPR with either text as the positive class, and FPR95.
     """
-    a, b = span_means(inside, span), span_means(outside, span)
-    low, high = auroc_interval(list(a), list(b))
+    inside_means, outside_means = span_means(inside, span), span_means(outside, span)
+    # Spans of a window are not independent, so whole windows are resampled: a list of their means.
+    low, high = auroc_interval(list(inside_means), list(outside_means))
+    inside_spans, outside_spans = inside_means.ravel(), outside_means.ravel()
     return {
-        "auroc": auroc(a.ravel(), b.ravel()),
+        "auroc": auroc(inside_spans, outside_spans),
         "auroc_low": low,
         "auroc_high": high,
-        "aupr_out": aupr(a.ravel(), b.ravel()),
-        "aupr_in": aupr(a.ravel(), b.ravel(), positive="in"),
-        "fpr95": fpr95(a.ravel(), b.ravel()),
+        "aupr_out": aupr(inside_spans, outside_spans),
+        "aupr_in": aupr(inside_spans, outside_spans, positive="in"),
+        "fpr95": fpr95(inside_spans, outside_spans),
     }
 
 
@@ -248,31 +278,34 @@ def error_measures(scores: Floats, scored: ScoredWindows) -> NextTokenMeasures:
     """Measure how well scores detect the positions where the most likely next token is wrong.
 
     Args:
-        scores: the scores of the tokens, [windows, length]. The last token of a window is not used,
-            as its next token is not known.
+        scores: the scores of the tokens, [windows, length]. The last token of each window is not
+            used, as the token that follows it is not known.
         scored: the model's predictions in the same windows.
 
     Returns:
         Accuracy, AUROC, rAULC and PRR, the last three with 95 % intervals.
     """
-    u, right = scores[:, :-1], scored.right
-    # P of the token that does come next.
-    quality = np.exp(scored.log_probs[:, 1:])
-    of_right = [window[good] for window, good in zip(u, right, strict=True)]
-    of_wrong = [window[~good] for window, good in zip(u, right, strict=True)]
+    # All three [windows, length - 1].
+    uncertainty, right = scores[:, :-1], scored.right
+    prob_of_next_token = np.exp(scored.log_probs[:, 1:])
+    # For each window, the scores where the prediction is right, and those where it is wrong.
+    scores_of_right, scores_of_wrong = [], []
+    for window_scores, is_right in zip(uncertainty, right, strict=True):
+        scores_of_right.append(window_scores[is_right])
+        scores_of_wrong.append(window_scores[~is_right])
     # Paired, since right and wrong tokens share windows, which are resampled as a whole.
-    low, high = auroc_interval(of_right, of_wrong, paired=True)
-    raulc_low, raulc_high = _interval_over_windows(raulc, u, right)
-    prr_low, prr_high = _interval_over_windows(prr, u, quality)
+    low, high = auroc_interval(scores_of_right, scores_of_wrong, paired=True)
+    raulc_low, raulc_high = _interval_over_windows(raulc, uncertainty, right)
+    prr_low, prr_high = _interval_over_windows(prr, uncertainty, prob_of_next_token)
     return {
         "accuracy": float(right.mean()),
-        "auroc": auroc(u[right], u[~right]),
+        "auroc": auroc(uncertainty[right], uncertainty[~right]),
         "auroc_low": low,
         "auroc_high": high,
-        "raulc": raulc(u.ravel(), right.ravel()),
+        "raulc": raulc(uncertainty.ravel(), right.ravel()),
         "raulc_low": raulc_low,
         "raulc_high": raulc_high,
-        "prr": prr(u.ravel(), quality.ravel()),
+        "prr": prr(uncertainty.ravel(), prob_of_next_token.ravel()),
         "prr_low": prr_low,
         "prr_high": prr_high,
     }
@@ -284,13 +317,16 @@ def _interval_over_windows(
     """Compute the 95 % interval of a measure of all tokens, resampling whole windows.
 
     Args:
-        measure: a function of two arrays of shape [tokens].
+        measure: a function of the scores and the outcomes of all tokens, both [tokens].
         scores: the scores of the tokens, [windows, length].
-        outcome: the values that scores are compared with, [windows, length].
+        outcome: what `measure` compares the scores with, such as correctness, [windows, length].
+
+    Returns:
+        The lower and the upper end.
     """
 
     def measure_flat(scores: np.ndarray, outcome: np.ndarray) -> float:
-        """Compute the measure of all tokens of the resampled windows."""
+        """Compute the measure of all tokens of resampled windows, both [windows, length]."""
         return measure(scores.ravel(), outcome.ravel())
 
     return interval(measure_flat, scores, outcome, paired=True, resamples=RESAMPLES)

@@ -26,19 +26,21 @@ from qualms.tasks.score_rows import Methods, ScoreRows, keep_usable
 from qualms.tasks.windows import WindowBatch, Windows, window_batches
 from qualms.version import __version__
 
-# Significant digits of a score in a file, which float32 holds.
+# The significant digits of a score in a file: those that float32 has.
 DIGITS = 7
+# The sketch with which `usable_for_tokens` tries methods, as cheap as possible.
+FEW_TANGENTS = Sketch(2)
 
 
 @dataclass(frozen=True)
 class ScoredWindows:
-    """The scores of n windows of `length` judged tokens, and what the model predicts there.
+    """The scores of n windows of `length` scored tokens, and the model's predictions there.
 
     Args:
         scores: by method, the score of each token, [n, length].
         log_probs: log p of each token, given the tokens before it, [n, length].
-        right: whether the most likely next token is the token that follows, [n, length - 1]; the
-            token after the last of a window is not known.
+        right: for each token but a window's last, whether the most likely next token is the one
+            that follows, [n, length - 1].
     """
 
     scores: dict[str, Float[Floats, "windows length"]]
@@ -57,30 +59,33 @@ def score_windows(
     params: str = "",
     progress: ProgressFn | None = None,
 ) -> ScoredWindows:
-    """Score all tokens by all methods; only what the journal lacks is computed.
+    """Score all tokens by all methods; only scores that the journal lacks are computed.
 
     Args:
-        model: a language model, which returns logits [b, t, c] for tokens [b, t].
+        model: a language model, which returns logits [windows, tokens, vocabulary] for tokens
+            [windows, tokens].
         windows: the text, in windows.
         methods: the methods by the names that rows have.
         journal: saves the scores; scores that it has are not computed again.
         seed: the seed of the sketch's tangents.
-        engine: the sketch of gradient scores.
+        engine: the settings of the sketch that estimates gradient scores.
         params: a pattern of the parameters whose gradients count; empty for all.
-        progress: called with the number of windows that are scored.
+        progress: called with the number of windows scored so far, and of all windows.
     """
     engine = engine or Sketch()
     about = {"data": windows.name, "seed": seed, "engine": str(engine), "params": params}
     exactly = {name: repr(method) for name, method in methods.items()}
     rows = _TokenRows(journal, about, exactly)
+    # The scorers made so far, by the names of their methods. Usually one is enough; if the journal
+    # has some of the scores, batches may lack scores by different methods.
     scorers: dict[tuple[str, ...], Scorer] = {}
 
     def score(batch: WindowBatch) -> Scored:
-        """Score a batch by the methods that its rows lack; scorers are kept for later batches."""
+        """Score a batch by those methods of which the journal has no scores for it."""
         names = rows.missing(batch)
         if names not in scorers:
-            wanted = {name: methods[name] for name in names}
-            scorers[names] = _make_scorer(model, wanted, seed, engine, params)
+            missing_methods = {name: methods[name] for name in names}
+            scorers[names] = _make_scorer(model, missing_methods, seed, engine, params)
         ids = batch.windows.ids
         return scorers[names]({"input_ids": ids}, targets=next_tokens(ids))
 
@@ -92,20 +97,23 @@ def score_windows(
 class _TokenRows(ScoreRows[WindowBatch]):
     """The rows of one text's scores in a journal: a sink to which each batch of windows adds a row.
 
-    `about` holds the keys that all rows share, `exactly` the `repr` of each method by name.
+    `about` holds the entries that all rows share, `exactly` the `repr` of each method by name.
     """
 
     def key(self, batch: WindowBatch) -> Mapping[str, Any]:
-        """Return the keys that identify a batch's rows: position and fingerprint of its windows."""
+        """Return the entries that identify a batch's rows, with a fingerprint of its windows."""
         texts = batch.windows.fingerprint()
         return {"row": "tokens", **self.about, "first": batch.first, "texts": texts}
 
     def measures(self, batch: WindowBatch, scored: Scored) -> dict[str, Any]:
-        """Return scores, log-probabilities and correctness at the judged tokens, as lists.
+        """Return log-probabilities, correctness, and scores by method, without a window's opening.
 
         Args:
-            batch: The windows; their first `opening` tokens are not judged.
-            scored: What the scorer returns for all tokens of the windows.
+            batch: The windows; their first `opening` tokens are left out.
+            scored: The scores of all tokens of the windows, with the next tokens as targets.
+
+        Returns:
+            The dict of a row, with lists instead of tensors.
 
         Raises:
             QualmsError: If a score is not finite.
@@ -122,26 +130,30 @@ class _TokenRows(ScoreRows[WindowBatch]):
         right = scored.prediction.cpu() == next_tokens(windows.ids)
         return {
             "scores": {name: _round(values[:, start:]) for name, values in scored.scores.items()},
-            # The entry before a token is about this token: the targets are the next tokens.
+            # The targets are the next tokens, so the log p of a token is one entry to its left.
             "log_probs": _round(scored.target_log_probs[:, start - 1 : -1]),
+            # The token after the last of a window is not known.
             "right": right[:, start:-1].tolist(),
         }
 
     def collect(self, windows: Windows) -> ScoredWindows:
         """Concatenate the scores of all windows, once all are in the journal."""
-        scores: dict[str, list[list[float]]] = {name: [] for name in self.exactly}
+        scores_by_method: dict[str, list[list[float]]] = {name: [] for name in self.exactly}
         log_probs: list[list[float]] = []
         right: list[list[bool]] = []
         for batch in window_batches(windows):
             batch_scores = self.scores(batch)
-            for name, values in scores.items():
-                values.extend(batch_scores[name])
-            # These do not depend on the method.
+            for name, scores in scores_by_method.items():
+                scores.extend(batch_scores[name])
+            # A batch can have several rows, with other methods; predictions are equal in all.
             row = self.rows(batch)[0]
             log_probs += row["log_probs"]
             right += row["right"]
-        arrays = {name: np.array(values) for name, values in scores.items()}
-        return ScoredWindows(arrays, np.array(log_probs), np.array(right, bool))
+        return ScoredWindows(
+            scores={name: np.array(scores) for name, scores in scores_by_method.items()},
+            log_probs=np.array(log_probs),
+            right=np.array(right, bool),
+        )
 
 
 def usable_for_tokens(
@@ -158,17 +170,18 @@ def usable_for_tokens(
         The methods that can score this model's tokens, by name, and a row with the reason for each
         other method.
     """
-    few_tokens = {"input_ids": windows.ids[:1, :4]}
+    few_tokens = {"input_ids": windows.ids[:1, :4]}  # [1 window, 4 tokens]
 
     def try_method(name: str, method: Method) -> None:
-        """Score four tokens by a method; raises a QualmsError if the method cannot be used."""
-        _make_scorer(model, {name: method.quick()}, 0, Sketch(2), "")(few_tokens)
+        """Score four tokens by a method; raise a QualmsError if the model does not support it."""
+        scorer = _make_scorer(model, {name: method.quick()}, seed=0, engine=FEW_TANGENTS, params="")
+        scorer(few_tokens)
 
     return keep_usable(methods, try_method)
 
 
-def about(language: LanguageModel) -> dict[str, Any]:
-    """Return the settings that identify a language model in the first row of a run."""
+def describe_language_model(language: LanguageModel) -> dict[str, Any]:
+    """Return what identifies a language model in the header of a journal, with our version."""
     return {"qualms": __version__, "network": language.name, "weights": fingerprint(language.model)}
 
 
@@ -178,10 +191,11 @@ def _make_scorer(
     """Build a scorer of tokens.
 
     Args:
-        model: a language model, which returns logits [b, t, c] for tokens [b, t].
+        model: a language model, which returns logits [windows, tokens, vocabulary] for tokens
+            [windows, tokens].
         methods: the methods by name.
         seed: the seed of the sketch's tangents.
-        engine: the sketch of gradient scores.
+        engine: the settings of the sketch that estimates gradient scores.
         params: a pattern of the parameters whose gradients count; empty for all.
     """
     return Scorer(
@@ -190,8 +204,8 @@ def _make_scorer(
 
 
 def _round(values: Tensor) -> list[list[float]]:
-    """Convert a tensor [windows, tokens] to numbers with `DIGITS` significant digits."""
-    rows: list[list[float]] = []
-    for row in values.double().tolist():
-        rows.append([float(f"{value:.{DIGITS}g}") for value in row])
-    return rows
+    """Convert a tensor [windows, tokens] to nested lists, rounded to `DIGITS` significant digits."""
+    windows: list[list[float]] = []
+    for window in values.double().tolist():
+        windows.append([float(f"{value:.{DIGITS}g}") for value in window])
+    return windows

@@ -17,15 +17,15 @@ from qualms.texts.encoding import encode
 
 @dataclass(frozen=True)
 class Windows:
-    """n windows of one text, each from within one document.
+    """n windows of one text, each cut from one document.
 
-    A window may begin anywhere in its document, so a token's position in it means nothing.
+    A window may begin anywhere in its document, so a token's position in its window has no meaning.
 
     Args:
         name: the display name of the text.
-        ids: the tokens, [n, opening + length].
-        opening: how many tokens open each window and are not judged: the tokens that the tokenizer
-            adds in front of a text, or else the first token of the window.
+        ids: the tokens of all windows, [n, opening + length].
+        opening: the number of tokens at the start of each window that get no score: the tokens that
+            the tokenizer adds in front of a text, or else the first token of the window.
     """
 
     name: str
@@ -38,18 +38,19 @@ class Windows:
 
     @property
     def length(self) -> int:
-        """The number of tokens in a window that are judged."""
+        """The number of tokens in a window that get a score."""
         return self.ids.shape[1] - self.opening
 
-    def take(self, part: slice) -> "Windows":
+    def take(self, positions: slice) -> "Windows":
         """Return the windows at the positions of a slice."""
-        return replace(self, ids=self.ids[part])
+        return replace(self, ids=self.ids[positions])
 
     def subset(self, count: int | None) -> "Windows":
         """Return `count` windows, spread evenly over the text; all of them for None."""
         if count is None or count >= len(self):
             return self
-        return replace(self, ids=self.ids[torch.linspace(0, len(self) - 1, count).round().long()])
+        positions = torch.linspace(0, len(self) - 1, count).round().long()
+        return replace(self, ids=self.ids[positions])
 
     def fingerprint(self) -> str:
         """Return a short hash of the tokens and of `opening`."""
@@ -77,14 +78,15 @@ class WindowBatch:
 
     @property
     def is_empty(self) -> bool:
-        """False: all windows can be read."""
+        """Whether no window can be read: always False, since windows are in memory."""
         return False
 
 
 def window_batches(windows: Windows) -> Iterator[WindowBatch]:
-    """Yield the windows of a text in batches of `SAVED_WINDOWS`, which are saved as they are scored."""
+    """Yield the windows of a text in batches of `SAVED_WINDOWS`; each batch is saved once scored."""
     for first in range(0, len(windows), SAVED_WINDOWS):
-        yield WindowBatch(windows.take(slice(first, first + SAVED_WINDOWS)), first)
+        batch = windows.take(slice(first, first + SAVED_WINDOWS))
+        yield WindowBatch(batch, first)
 
 
 def cut_windows(
@@ -95,12 +97,13 @@ def cut_windows(
     Args:
         name: the display name of the text.
         documents: the documents of the text; each is cut from its beginning.
-        language: the language model, whose tokenizer encodes the documents and which must be able
-            to read a window.
-        length: the number of tokens in a window that are judged.
+        language: the language model. Its tokenizer encodes the documents, and its context must have
+            room for a window.
+        length: the number of tokens in a window that get a score.
 
     Raises:
-        QualmsError: if no document has a whole window, or if the model cannot read so many tokens.
+        QualmsError: if every document is shorter than a window, or if a window is longer than the
+            model's context.
     """
     if length < 2:
         raise QualmsError(
@@ -110,12 +113,13 @@ def cut_windows(
     opening = 1
     for document in documents:
         encoded = encode(language, document)
+        # The tokens that the tokenizer adds in front, such as <s>, and those of the document.
         lead, ids = encoded.ids[: encoded.lead], encoded.ids[encoded.lead :]
+        # Without added tokens, the first token of each window gets no score instead.
         opening = max(encoded.lead, 1)
-        # Without added tokens, the first token of the window is the one that is not judged.
-        width = length + opening - encoded.lead
-        for start in range(0, len(ids) - width + 1, width):
-            rows.append((*lead, *ids[start : start + width]))
+        tokens_per_window = length + opening - encoded.lead
+        for start in range(0, len(ids) - tokens_per_window + 1, tokens_per_window):
+            rows.append((*lead, *ids[start : start + tokens_per_window]))
     if not rows:
         raise QualmsError(
             f"no document of {name} has as many as {length} tokens; pass longer documents or "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qualms.data.images import number_of
 from qualms.data.texts import Document
-from qualms.errors import warn_renamed
+from qualms.deprecated import renamed_in
 from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.registry import Methods
 from qualms.models.language import LanguageModel
@@ -77,10 +77,7 @@ def score_documents(
             progress("tokens scored", done, total)
 
 
-def scored_documents(*args: Any, **kwargs: Any) -> Iterator[ScoredDocument]:
-    """Deprecated: use `score_documents`."""
-    warn_renamed("scored_documents", "score_documents")
-    return score_documents(*args, **kwargs)
+__getattr__ = renamed_in(__name__, scored_documents=score_documents)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from qualms.data import Images, Normalization
+from qualms.deprecated import renamed_arguments
 from qualms.disk import require_writable
 from qualms.errors import QualmsError
 from qualms.models.fingerprint import fingerprint
@@ -53,6 +54,7 @@ class TrainingResult:
     validation_accuracy: float
 
 
+@renamed_arguments(normalisation="normalization", tell="progress")
 def fit(
     model: nn.Module,
     images: Images,

@@ -6,6 +6,7 @@ from torch import nn
 
 from qualms.data.normalization import Normalization
 from qualms.data.scenes import IGNORED, Scenes
+from qualms.deprecated import renamed_arguments
 from qualms.progress import ProgressFn
 from qualms.random import generator
 from qualms.training.recipes import Recipe
@@ -13,6 +14,7 @@ from qualms.training.recipes import Recipe
 RECIPE = Recipe(epochs=6, rate=5e-3, batch=8, adam=True, decay=0.0)
 
 
+@renamed_arguments(normalisation="normalization", tell="progress")
 def fit_scenes(
     model: nn.Module,
     scenes: Scenes,

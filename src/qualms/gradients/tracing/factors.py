@@ -1,4 +1,4 @@
-"""What a parameter's gradient is made of.
+"""How a parameter's gradient follows from the cotangents at the operation that uses it.
 
 For one class the cotangent δ of an operation's result gives the gradient of each sample's loss with
 respect to the operation's parameter. Two forms cover all rules:
@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 
 from qualms.gradients.batch import NotBatchable
 from qualms.gradients.precision import at_least_float32
-from qualms.gradients.tracing.outer_product import Outer, OuterSizes, raise_released
+from qualms.gradients.tracing.outer_product import Outer, raise_released
 from qualms.gradients.tracing.param_use import Weights, slice_of
 from qualms.gradients.tracing.sample_axis import Layout
 
@@ -32,14 +32,16 @@ from qualms.gradients.tracing.sample_axis import Layout
 class Summed:
     """A gradient that is always written out in full, such as the gradient of a bias or a scale.
 
+    In shapes, b is the number of samples. `target` is the parameter, as in `GradFactor`.
+
     Args:
-        write: maps the cotangents at the factor's edges to the gradients [b, *target.shape].
+        compute: maps the cotangents at the factor's edges to the gradients [b, *target.shape].
         numel: number of entries of one sample's gradient.
         multiplications: number of multiplications for one sample's gradient; counted as `numel` if
             smaller.
     """
 
-    write: Callable[[list[Tensor | None]], Tensor]
+    compute: Callable[[list[Tensor | None]], Tensor]
     numel: int
     multiplications: int = 0
 
@@ -49,171 +51,176 @@ class Summed:
         return max(self.numel, self.multiplications)
 
     def without_graph(self) -> "Summed":
-        """Copy the sizes alone: `write` refers to tensors of a forward pass, which can be freed.
+        """Copy the sizes alone, so that the tensors that `compute` refers to can be freed.
 
-        Calling `write` of the copy raises AssertionError.
+        Calling `compute` of the copy raises AssertionError.
         """
         return Summed(raise_released, self.numel, self.multiplications)
 
     @classmethod
     def from_cotangent(
-        cls, write: Callable[[Tensor], Tensor], numel: int, multiplications: int = 0
+        cls, compute: Callable[[Tensor], Tensor], numel: int, multiplications: int = 0
     ) -> "Summed":
         """Build a gradient that depends on the cotangent of a single edge.
 
         Args:
-            write: maps that cotangent to the gradients [b, *target.shape].
+            compute: maps that cotangent to the gradients [b, *target.shape] of b samples.
             numel: number of entries of one sample's gradient.
             multiplications: number of multiplications for one sample's gradient.
         """
 
-        def write_single(cotangents: list[Tensor | None]) -> Tensor:
-            """Unpack the single cotangent, as `Summed.write` takes a list."""
-            (d,) = cotangents
-            assert d is not None
-            return write(d)
+        def compute_from_list(cotangents: list[Tensor | None]) -> Tensor:
+            """Call `compute` with the single entry of a list of cotangents."""
+            (cotangent,) = cotangents
+            assert cotangent is not None
+            return compute(cotangent)
 
-        return cls(write_single, numel, multiplications)
+        return cls(compute_from_list, numel, multiplications)
 
     @classmethod
-    def trailing(
+    def for_trailing_axes(
         cls,
-        samples: int,
+        num_samples: int,
         layout: Layout,
         target: Tensor,
-        scale: Callable[[], Tensor] | None = None,
+        get_scale: Callable[[], Tensor] | None = None,
     ) -> "Summed":
-        """Build Σ_t δ_t s_t for a parameter in the shape of the last axes: others are summed over.
+        """Build the gradient Σ_t δ_t s_t of a parameter that has the shape of the last axes of δ.
 
-        For the scale or bias of a layer normalization, or the bias of a linear layer.
+        δ [..., *target.shape] is the cotangent of the operation's result, s a scale, and t runs
+        over the leading axes. For the scale or bias of a layer normalization, or the bias of a
+        linear layer.
 
         Args:
-            samples: number of samples, b.
-            layout: which axis of the cotangent δ [..., *target.shape] counts the rows.
+            num_samples: number of samples, b.
+            layout: which axis of δ counts the rows.
             target: the parameter.
-            scale: returns s, in the cotangent's shape; 1 by default.
+            get_scale: returns s, in the shape of δ; None if s is 1.
         """
 
-        def write(d: Tensor) -> Tensor:
-            """Sum over each sample's rows and positions."""
-            leading = layout.leading(_scale(d, scale))
-            return leading.reshape(samples, -1, *target.shape).sum(1)
+        def sum_leading_axes(delta: Tensor) -> Tensor:
+            """Sum δ s over each sample's rows and positions: [b, *target.shape]."""
+            scaled = layout.rows_first(_apply_scale(delta, get_scale))
+            return scaled.reshape(num_samples, -1, *target.shape).sum(1)
 
-        return cls.from_cotangent(write, target.numel())
+        return cls.from_cotangent(sum_leading_axes, target.numel())
 
     @classmethod
-    def channels(
+    def for_channels(
         cls,
-        samples: int,
+        num_samples: int,
         layout: Layout,
         target: Tensor,
-        scale: Callable[[], Tensor] | None = None,
+        get_scale: Callable[[], Tensor] | None = None,
         *,
         space: int,
     ) -> "Summed":
-        """Build Σ_t δ_t s_t for a parameter with one entry per channel: rows and space are summed.
+        """Build the gradient Σ_t δ_t s_t of a parameter with one entry per channel.
 
-        For the scale of a batch normalization, or the bias of a convolution.
+        δ [n, channel, *space] is the cotangent of the operation's result, s a scale, and t runs
+        over a sample's rows and over space. For the scale of a batch normalization, or the bias of
+        a convolution.
 
         Args:
-            samples: number of samples, b.
-            layout: which axis of the cotangent δ [n, channel, *space] counts the rows.
+            num_samples: number of samples, b.
+            layout: which axis of δ counts the rows.
             target: the parameter.
-            scale: returns s, in the cotangent's shape; 1 by default.
+            get_scale: returns s, in the shape of δ; None if s is 1.
             space: number of spatial axes.
         """
 
-        def write(d: Tensor) -> Tensor:
-            """Sum over space, then over each sample's rows."""
-            scaled = _scale(d, scale)
+        def sum_rows_and_space(delta: Tensor) -> Tensor:
+            """Sum δ s over space, then over each sample's rows: [b, *target.shape]."""
+            scaled = _apply_scale(delta, get_scale)
             if space:
                 scaled = scaled.sum(tuple(range(-space, 0)))
-            of_rows = layout.leading(scaled).reshape(samples, -1, scaled.shape[-1])
-            return of_rows.sum(1).reshape(-1, *target.shape)
+            channels = scaled.shape[-1]
+            by_sample = layout.rows_first(scaled).reshape(num_samples, -1, channels)
+            return by_sample.sum(1).reshape(-1, *target.shape)
 
-        return cls.from_cotangent(write, target.numel())
+        return cls.from_cotangent(sum_rows_and_space, target.numel())
 
     @classmethod
-    def row_parts(cls, layout: Layout, samples: int, shape: torch.Size) -> "Summed":
-        """Build the gradient of a parameter that the model repeats to [rows, ...] before use.
+    def for_repeated(cls, layout: Layout, num_samples: int, shape: torch.Size) -> "Summed":
+        """Build the gradient of a parameter that the model itself repeats for each row.
 
-        An example is a class token. Each row has its part of the copy; the cotangents of the parts
-        are summed over a sample's rows.
+        An example is a class token, expanded to [rows, 1, features]. The cotangent of the expanded
+        tensor has a part for each row; these parts are summed over a sample's rows.
+
+        Args:
+            layout: which axis of the expanded tensor counts the rows.
+            num_samples: number of samples, b.
+            shape: shape of one row's part of the expanded tensor.
+        """
+
+        def sum_row_parts(cotangent: Tensor) -> Tensor:
+            """Sum the cotangent of the expanded tensor over each sample's rows: [b, *shape]."""
+            rows_first = at_least_float32(layout.rows_first(_require_dense(cotangent)))
+            if layout.axis is None:
+                return rows_first.reshape(num_samples, *shape)
+            rows_per_sample = layout.num_rows // num_samples
+            # [b, rows_per_sample, entries_per_row, ...]
+            by_row = rows_first.unflatten(0, (num_samples, rows_per_sample, layout.entries_per_row))
+            by_sample = by_row.sum(1)
+            # A row's entries now are on axis 1: move them back to where a row's part has them.
+            return by_sample.movedim(1, 1 + layout.axis).reshape(num_samples, *shape)
+
+        return cls.from_cotangent(sum_row_parts, shape.numel())
+
+    @classmethod
+    def for_broadcast(cls, layout: Layout, num_samples: int, shape: torch.Size) -> "Summed":
+        """Build the gradient of a parameter that the rule `broadcast` expanded along the row axis.
+
+        It is the cotangent of the expanded copy, summed over the rows of each sample.
 
         Args:
             layout: which axis of the copy counts the rows.
-            samples: number of samples, b.
-            shape: shape of one row's part, which is the parameter's.
-        """
-
-        def write(d: Tensor) -> Tensor:
-            """Sum a cotangent, in the copy's shape, over each sample's rows: [b, *shape]."""
-            leading = at_least_float32(layout.leading(_require_dense(d)))
-            if layout.axis is None:
-                return leading.reshape(samples, *shape)
-            # The parts of one row follow each other on the axis: put the axis back, then add the
-            # rows of a sample.
-            rows_per_sample = layout.rows // samples
-            parts = leading.unflatten(0, (samples, rows_per_sample, layout.per_row)).sum(1)
-            return parts.movedim(1, 1 + layout.axis).reshape(samples, *shape)
-
-        return cls.from_cotangent(write, shape.numel())
-
-    @classmethod
-    def broadcast(cls, layout: Layout, samples: int, shape: torch.Size) -> "Summed":
-        """Build the gradient of a parameter that was expanded along the row axis.
-
-        The rule `broadcast` expands it. Its gradient is the copy's cotangent, summed over the rows
-        of each sample.
-
-        Args:
-            layout: which axis of the operation's result counts the rows.
-            samples: number of samples, b.
+            num_samples: number of samples, b.
             shape: shape of the parameter.
         """
 
-        def write(d: Tensor) -> Tensor:
-            """Sum a cotangent over each sample's rows, which are adjacent: [b, *shape]."""
-            leading = at_least_float32(layout.leading(d))
-            of_samples = leading.unflatten(0, (samples, leading.shape[0] // samples))
-            return of_samples.sum(1).reshape(samples, *shape)
+        def sum_rows(cotangent: Tensor) -> Tensor:
+            """Sum the copy's cotangent over each sample's rows, which are adjacent: [b, *shape]."""
+            rows_first = at_least_float32(layout.rows_first(cotangent))
+            by_sample = rows_first.unflatten(0, (num_samples, -1))
+            return by_sample.sum(1).reshape(num_samples, *shape)
 
-        return cls.from_cotangent(write, shape.numel())
+        return cls.from_cotangent(sum_rows, shape.numel())
 
     @classmethod
-    def from_row_copies(cls, samples: int, shape: torch.Size) -> "Summed":
+    def for_row_copies(cls, num_samples: int, shape: torch.Size) -> "Summed":
         """Build the gradient for an operation that is run row by row.
 
         Each row has its own copy of the parameter, so there is one cotangent per row (None if the
         row's result is unused). The cotangents of a sample's rows are summed.
 
         Args:
-            samples: number of samples, b.
+            num_samples: number of samples, b.
             shape: shape of the parameter.
         """
 
-        def write(cotangents: list[Tensor | None]) -> Tensor:
+        def sum_rows(cotangents: list[Tensor | None]) -> Tensor:
             """Stack the rows' cotangents, zeros for None, and sum them by sample: [b, *shape]."""
             first_used = next(d for d in cotangents if d is not None)
             zero = torch.zeros_like(_require_dense(first_used))
-            of_rows = [zero if d is None else d for d in cotangents]
-            of_samples = at_least_float32(torch.stack(of_rows)).unflatten(0, (samples, -1))
-            return of_samples.sum(1).reshape(samples, *shape)
+            by_row = torch.stack([zero if d is None else d for d in cotangents])
+            by_sample = at_least_float32(by_row).unflatten(0, (num_samples, -1))
+            return by_sample.sum(1).reshape(num_samples, *shape)
 
-        return cls(write, shape.numel())
+        return cls(sum_rows, shape.numel())
 
 
-def _require_dense(d: Tensor) -> Tensor:
+def _require_dense(cotangent: Tensor) -> Tensor:
     """Return a cotangent, or raise NotBatchable if it is sparse, as `EmbeddingBag` may make it."""
-    if d.layout != torch.strided:
+    if cotangent.layout != torch.strided:
         raise NotBatchable("the gradient of a parameter is a sparse tensor")
-    return d
+    return cotangent
 
 
-def _scale(d: Tensor, scale: Callable[[], Tensor] | None) -> Tensor:
-    """Multiply a cotangent δ by s = scale(), or by 1 for None, in at least 32 bits."""
-    d = at_least_float32(d)
-    return d if scale is None else d * scale()
+def _apply_scale(delta: Tensor, get_scale: Callable[[], Tensor] | None) -> Tensor:
+    """Return δ times get_scale(), or δ itself if there is no scale, in at least 32 bits."""
+    delta = at_least_float32(delta)
+    return delta if get_scale is None else delta * get_scale()
 
 
 @dataclass(frozen=True)
@@ -233,7 +240,7 @@ class GradFactor:
 
     def without_graph(self) -> "GradFactor":
         """Copy the target and the gradient's sizes alone, so that the forward pass can be freed."""
-        return GradFactor(self.target, (), self.gradient.without_graph())
+        return GradFactor(self.target, edges=(), gradient=self.gradient.without_graph())
 
 
 # A parameter W may stack several matrices W[e], such as those of all experts. Each use of a W[e]
@@ -242,34 +249,36 @@ class GradFactor:
 
 
 def merge_slices(factors: Sequence[GradFactor], weights: Weights) -> list[GradFactor]:
-    """Merge the factors of different matrices W[e] of one parameter W into one factor of W.
+    """Merge the factors of all slices W[e] of a parameter W into a single factor of W.
 
-    Other factors are kept as they are, and come first. If a matrix is used twice, only its first
-    factor is merged.
+    An example of W is a stack of the weight matrices of all experts e. Factors of whole parameters
+    are returned unchanged, before the merged ones. If a slice is used twice, only its first factor
+    is merged.
 
     Args:
         factors: the factors of one forward pass.
         weights: the leaves that replace the parameters.
     """
-    slices: dict[str, dict[int, GradFactor]] = {}
-    others: list[GradFactor] = []
+    # From the name of W to the factor of each of its slices, by e.
+    slices_by_name: dict[str, dict[int, GradFactor]] = {}
+    merged: list[GradFactor] = []
     for factor in factors:
         name_and_index = slice_of(factor.target, weights)
         if name_and_index is None:
-            others.append(factor)
+            merged.append(factor)
             continue
-        name, number = name_and_index  # of W, and e
-        of_parameter = slices.setdefault(name, {})
-        if number in of_parameter or not _can_merge(factor):
-            others.append(factor)
+        name, e = name_and_index
+        slices = slices_by_name.setdefault(name, {})
+        if e in slices or not _can_merge(factor):
+            merged.append(factor)
         else:
-            of_parameter[number] = factor
-    for name, of_parameter in slices.items():
-        if of_parameter:
-            target = weights.leaves[name]
-            edges = tuple(factor.edges[0] for factor in of_parameter.values())
-            others.append(GradFactor(target, edges, MergedOuter.of(of_parameter, target)))
-    return others
+            slices[e] = factor
+    for name, slices in slices_by_name.items():
+        if slices:
+            parameter = weights.leaves[name]
+            edges = tuple(factor.edges[0] for factor in slices.values())
+            merged.append(GradFactor(parameter, edges, MergedOuter.of(slices, parameter)))
+    return merged
 
 
 def _can_merge(factor: GradFactor) -> bool:
@@ -290,13 +299,15 @@ class MergedOuter(Outer):
 
     @classmethod
     def of(cls, slices: dict[int, GradFactor], target: Tensor) -> "MergedOuter":
-        """Merge the gradients of several slices; pads each to the same number of positions.
+        """Merge the gradients of several slices W[e] of a parameter W, each as a group.
+
+        The activations of all slices are padded to the same number of positions.
 
         Args:
-            slices: from e to the factor of W[e].
-            target: the parameter W [e, ...].
+            slices: a dict from e to the factor of W[e].
+            target: the parameter W; its first axis counts the slices.
         """
-        numbers = list(slices)
+        slice_indices = list(slices)
         outers: list[Outer] = []
         for factor in slices.values():
             assert isinstance(factor.gradient, Outer)
@@ -305,46 +316,54 @@ class MergedOuter(Outer):
 
         def arrange(grad: Float[Tensor, "b g o f"]) -> Tensor:
             """Write each group's gradient to its slice of W; zeros for slices without a factor."""
-            parts = [outer.arrange(grad[:, [g]]) for g, outer in enumerate(outers)]
-            whole = grad.new_zeros(len(grad), *target.shape)
-            whole[:, numbers] = torch.stack(parts, dim=1)
-            return whole
+            # [g], not g: `Outer.arrange` takes a tensor with an axis for the groups.
+            slice_grads = [outer.arrange(grad[:, [g]]) for g, outer in enumerate(outers)]
+            full_grad = grad.new_zeros(len(grad), *target.shape)
+            full_grad[:, slice_indices] = torch.stack(slice_grads, dim=1)
+            return full_grad
 
-        def activations() -> Tensor:
-            """Stack the slices' factors a as groups."""
+        def stack_activations() -> Tensor:
+            """Stack the activations of all slices as groups, [b, t, g, f]."""
             return _stack_groups([outer.activation_matrix for outer in outers], max_positions)
 
         first = outers[0]
-        _, out_features, in_features, _ = first.sizes
-        sizes = OuterSizes(max_positions, out_features, in_features, groups=len(outers))
-        return cls(first.grad_outputs, activations, arrange, first.samples, sizes, outers=outers)
+        return cls(
+            grad_outputs=first.grad_outputs,
+            activations=stack_activations,
+            arrange=arrange,
+            num_samples=first.num_samples,
+            sizes=first.sizes._replace(positions=max_positions, groups=len(outers)),
+            outers=outers,
+        )
 
-    def delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
-        """Compute the factor δ of the merged gradient, with bg = b·(number of slices).
+    def compute_delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
+        """Compute the factor δ of the merged gradient, for b samples, g slices and t positions.
 
         Args:
             cotangents: one for each slice; None if the slice's result is unused, so that δ is 0
                 there.
         """
         deltas: list[Tensor | None] = []
-        for outer, d in zip(self.outers, cotangents, strict=True):
-            deltas.append(None if d is None else outer.delta([d]))
+        for outer, cotangent in zip(self.outers, cotangents, strict=True):
+            deltas.append(None if cotangent is None else outer.compute_delta([cotangent]))
         first_used = next(delta for delta in deltas if delta is not None)
+        # A slice without a cotangent has no positions; `_stack_groups` fills them with zeros.
         no_positions = first_used.new_zeros(len(first_used), 0, first_used.shape[2])
-        of_slices = [no_positions if delta is None else delta for delta in deltas]
-        return self._by_position(_stack_groups(of_slices, self.sizes.positions))
+        slice_deltas = [no_positions if delta is None else delta for delta in deltas]
+        return self._by_position(_stack_groups(slice_deltas, self.sizes.positions))
 
 
 def _stack_groups(
     factors: Sequence[Float[Tensor, "b _ f"]], positions: int
 ) -> Float[Tensor, "b t g f"]:
-    """Stack factors as groups, each padded with zeros to the same number of positions.
+    """Stack the factors of g groups, each padded with zeros to the same number of positions.
 
     Args:
         factors: one for each group, [b, up to `positions`, f].
         positions: number of positions t after padding.
     """
-    groups: list[Tensor] = []
+    padded: list[Tensor] = []
     for factor in factors:
-        groups.append(F.pad(factor, (0, 0, 0, positions - factor.shape[1])))
-    return torch.stack(groups, dim=2)
+        missing_positions = positions - factor.shape[1]
+        padded.append(F.pad(factor, (0, 0, 0, missing_positions)))
+    return torch.stack(padded, dim=2)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from qualms.errors import reason
-from qualms.gradients.batch import NotBatchable, each_tensor, tensors_in
+from qualms.gradients.batch import NotBatchable, map_tensors, tensors_in
 from qualms.gradients.function_modes import run_function
 from qualms.gradients.precision import same_values
 from qualms.gradients.tracing.factors import GradFactor, Summed
@@ -28,20 +28,24 @@ from qualms.gradients.tracing.sample_ids import SampleIds, UnbatchedOp
 if TYPE_CHECKING:
     from qualms.gradients.tracing.recorder import Recorder
 
+# Builds the gradient of a parameter of an operation, once the samples of the entries of its results
+# are known.
+GradientBuilder = Callable[[SampleIds], Outer | Summed]
+
 
 @dataclass(eq=False)
 class OpCall:
-    """An operation that takes both parameters and something that depends on the input.
+    """One call of an operation that takes both parameters and something that depends on the input.
 
-    A rule runs it with `run`, and adds a `GradFactor`, which says how to compute a gradient, for
-    each parameter with `add_factor`.
+    A rule runs the operation with `run`. With `add_factor` it adds a `GradFactor` for each
+    parameter, which states how to compute the parameter's gradient.
 
     Args:
         recorder: the recorder of this forward pass.
         func: the operation, a function of torch.
         args: the operation's positional arguments.
         kwargs: the operation's keyword arguments.
-        use: the operation's name and tensors, and where it stands in the forward pass.
+        use: the operation's name and tensors, and how to find it in other forward passes.
     """
 
     recorder: Recorder
@@ -53,14 +57,14 @@ class OpCall:
     # What rules use.
 
     @property
-    def rows(self) -> int:
-        """Number of rows of the batch."""
-        return self.recorder.rows
+    def num_rows(self) -> int:
+        """Number of rows of the batch; a sample and its perturbed copies have a row each."""
+        return self.recorder.num_rows
 
     @property
-    def samples(self) -> int:
+    def num_samples(self) -> int:
         """Number of samples that the rows belong to."""
-        return self.recorder.rows // self.recorder.rows_per_sample
+        return self.recorder.num_rows // self.recorder.rows_per_sample
 
     def is_param(self, t: Any) -> TypeGuard[Tensor]:
         """Whether `t` is a selected parameter, or a tensor computed from parameters alone."""
@@ -69,24 +73,25 @@ class OpCall:
     def run(self) -> Any:
         """Run the operation on detached copies of its parameters, and return its result.
 
-        So the gradient of the parameters comes from the rule's factor alone, not from autograd.
+        Autograd then computes no gradients of the parameters: they come from the rule's factors
+        alone.
         """
-        copies, before = self._param_copies()
-        out = self._run_with(copies)
+        copies, argument_nodes = self._copy_params()
+        result = self._run_with_copies(copies)
         # If the result is a view and is changed in place later, autograd replaces its node, and the
-        # edge that a rule has taken of it gets no cotangent.
-        if out._is_view():
-            out = out.clone()
-        # If the logits depend on the inside of the operation in another way than by `out`, the
+        # edge that a rule took from it gets no cotangent.
+        if result._is_view():
+            result = result.clone()
+        # If the logits depend on the inside of the operation in another way than by `result`, the
         # factor would miss that part: `require_no_bypass` then raises.
-        self.recorder.reach.enclose(out.grad_fn, before)
-        return out
+        self.recorder.inner_nodes.add_operation(result.grad_fn, argument_nodes)
+        return result
 
-    def run_for_rows(self, part_of: Callable[[Tensor], Tensor]) -> Any:
-        """Run the operation with some tensors replaced: by one row's part, or a copy for each row.
+    def run_with(self, replace: Callable[[Tensor], Tensor]) -> Any:
+        """Run the operation with other tensors as arguments, such as the parts of a single row.
 
         Args:
-            part_of: maps each tensor among the arguments to its replacement, or to itself.
+            replace: maps each tensor among the arguments to its replacement, or to itself.
 
         Returns:
             The operation's result.
@@ -94,15 +99,16 @@ class OpCall:
         Raises:
             NotBatchable: if the operation does not take the shapes of the replacements.
         """
-        args, kwargs = each_tensor((self.args, self.kwargs), part_of)
+        args, kwargs = map_tensors((self.args, self.kwargs), replace)
         try:
             return run_function(self.func, args, kwargs)
+        # A RuntimeError too, but not about shapes.
         except torch.OutOfMemoryError:
             raise
-        # torch's error for shapes has no type of its own.
+        # torch's error for wrong shapes has no type of its own.
         except RuntimeError as error:
+            # Tracing one row: no shape was replaced, so the error is the model's own.
             if self.recorder.trace_pair is None:
-                # Tracing one row: no shape was replaced, so the model is at fault.
                 raise
             raise NotBatchable(
                 f"{self.use.name} cannot run on one sample at a time: {reason(error)}"
@@ -118,202 +124,240 @@ class OpCall:
             edges: the edges of the autograd graph whose cotangents determine the gradient.
             gradient: computes the gradient from these cotangents.
         """
-        if id(target) not in self.recorder.weights.names:  # computed from parameters
-            target = self._same_for_all_rows(target)
+        # Not a leaf, so it was computed from parameters, and may have been expanded to all rows.
+        if id(target) not in self.recorder.weights.names:
+            target = self._reduce_to_one_row(target)
         self.recorder.factors.append(GradFactor(target, tuple(edges), gradient))
 
     # Which part of a tensor belongs to which row.
 
-    def layout(self, t: Tensor) -> Layout | None:
-        """Find which axis of an argument counts the rows; None if no axis does."""
+    def find_layout(self, t: Tensor) -> Layout | None:
+        """Find which axis of the argument `t` counts the rows; None if no axis does."""
         # A single row, which owns the whole tensor.
         if self.recorder.trace_pair is None:
             return Layout()
-        place = self.use.place_of(t)
-        one, two = self._uses_in_pair()
-        return infer_layout(one.arguments[place], two.arguments[place], t.shape, self.rows)
+        index = self.use.index_of(t)
+        one, two = self._find_in_trace_pair()
+        return infer_layout(one.arguments[index], two.arguments[index], t.shape, self.num_rows)
 
-    def input_layout(self, t: Tensor) -> Layout | None:
-        """Return the layout of an argument, or None if it is computed from parameters alone."""
-        return None if self.is_param(t) else self.layout(t)
+    def find_input_layout(self, t: Tensor) -> Layout | None:
+        """Find which axis of the argument `t` counts the rows; None if it is a parameter.
 
-    def result_layout(self, place: int = 0) -> Layout | None:
-        """Find which axis of result number `place` counts the rows; None if no axis does."""
+        As `find_layout`, but for an argument that must depend on the input.
+        """
+        return None if self.is_param(t) else self.find_layout(t)
+
+    def find_result_layout(self, index: int = 0) -> Layout | None:
+        """Find which axis of a result counts the rows; None if no axis does.
+
+        Args:
+            index: index of the result among all tensors that the operation returns.
+        """
         # A single row, which owns the whole tensor.
         if self.recorder.trace_pair is None:
             return Layout()
-        one, two = self._uses_in_pair()
-        if place >= min(len(one.results), len(two.results)):
+        one, two = self._find_in_trace_pair()
+        if index >= min(len(one.results), len(two.results)):
             raise NotBatchable(
                 f"{self.use.name} does not return the same structure for every input"
             )
-        return infer_layout(one.results[place], two.results[place], None, self.rows)
+        return infer_layout(one.results[index], two.results[index], None, self.num_rows)
 
     def result_ndim(self) -> int:
         """Return the number of axes of the first result."""
-        return self._uses_in_pair()[0].results[0].ndim
+        return self._find_in_trace_pair()[0].results[0].ndim
 
-    def on_one_row(self, t: Tensor) -> Tensor:
-        """Return what the operation took in place of argument `t` in the pass over a single row."""
+    def value_on_one_row(self, t: Tensor) -> Tensor:
+        """Return the tensor that stood in place of argument `t` in the pass over a single row."""
         if self.recorder.trace_pair is None:
             return t
-        return self._uses_in_pair()[0].arguments[self.use.place_of(t)]
+        return self._find_in_trace_pair()[0].arguments[self.use.index_of(t)]
 
-    def _uses_in_pair(self) -> tuple[ParamUse, ParamUse]:
+    def _find_in_trace_pair(self) -> tuple[ParamUse, ParamUse]:
         """Find this operation in the traces on one row and on two.
+
+        Returns:
+            The use in the pass on one row, and that in the pass on two.
 
         Raises:
             NotBatchable: if a trace lacks it, or it has another number of tensors there.
         """
         assert self.recorder.trace_pair is not None
         uses = self.recorder.trace_pair.find(self.use)
-        number = len(self.use.arguments)
-        if uses is None or any(len(use.arguments) != number for use in uses):
+        num_arguments = len(self.use.arguments)
+        if uses is None or any(len(use.arguments) != num_arguments for use in uses):
             raise NotBatchable(f"{self.use.name} is not called for every input")
         return uses
 
-    def _same_for_all_rows(self, derived: Tensor) -> Tensor:
-        """Return the value of `derived` on one row, after checking that all rows have the same.
+    def _reduce_to_one_row(self, derived: Tensor) -> Tensor:
+        """Return the value that `derived` has on one row, and require all rows to have the same.
 
         Args:
             derived: a tensor computed from parameters alone, as far as the recorder sees.
 
         Raises:
-            NotBatchable: if rows differ, so that the tensor depends on the input past the recorder:
-                through TorchScript, numpy or a Python number.
+            NotBatchable: if rows differ, so that the tensor depends on the input in a way that the
+                recorder does not see: through TorchScript, NumPy or a Python number.
         """
-        alone = self.on_one_row(derived)
-        layout = self.layout(derived)
-        parts = [derived]
-        if layout is not None:
-            parts = [layout.part(derived, row) for row in range(self.rows)]
-        if not all(same_values(part, alone) for part in parts):
+        on_one_row = self.value_on_one_row(derived)
+        layout = self.find_layout(derived)
+        if layout is None:
+            row_parts = [derived]
+        else:
+            rows = range(self.num_rows)
+            row_parts = [layout.select_row(derived, row) for row in rows]
+        if not all(same_values(part, on_one_row) for part in row_parts):
             raise NotBatchable(
                 f"an argument of {self.use.name} depends on the input in a way that cannot be "
                 "traced"
             )
-        return alone
+        return on_one_row
 
     # The general paths: exact for any operation.
 
     def run_on_copies(self) -> Any:
-        """Run the operation on copies of its parameters that keep the rows' gradients separate.
+        """Run an operation that no rule covers, on copies of its parameters, and add their factors.
 
-        Adds the factors and returns the result: the path for operations that no rule covers.
-        If every parameter was expanded to a batch before, one copy has a part for each row already.
-        Else the operation runs one row at a time, with a new copy of the parameters for each row.
+        If the model itself repeated every parameter for each row, a copy has a part for each row,
+        and its cotangent too. Otherwise the operation runs one row at a time, with a new copy of
+        the parameters for each row.
+
+        Returns:
+            The operation's result.
         """
-        used = [t for t in self.use.arguments if self.is_param(t)]
-        layouts = [self.layout(t) for t in used]
+        params = [t for t in self.use.arguments if self.is_param(t)]
+        layouts = [self.find_layout(param) for param in params]
         if not all(layouts):  # some parameter has no row axis
-            return self._run_row_by_row(used)
-        copies = {id(t): t.detach().requires_grad_() for t in used}
-        for t, layout in zip(used, layouts, strict=True):
+            return self._run_row_by_row(params)
+        copies = {id(param): param.detach().requires_grad_() for param in params}
+        for param, layout in zip(params, layouts, strict=True):
             assert layout is not None
-            shape = self.on_one_row(t).shape
-            gradient = Summed.row_parts(layout, self.samples, shape)
-            self.add_factor(t, [get_gradient_edge(copies[id(t)])], gradient)
-        return self._run_with(copies)
+            shape = self.value_on_one_row(param).shape
+            gradient = Summed.for_repeated(layout, self.num_samples, shape)
+            self.add_factor(param, [get_gradient_edge(copies[id(param)])], gradient)
+        return self._run_with_copies(copies)
 
-    def run_unbatched(
-        self, gradients: dict[int, Callable[[SampleIds], Outer | Summed]] | None = None
-    ) -> Any:
+    def run_unbatched(self, builders: dict[int, GradientBuilder] | None = None) -> Any:
         """Run the operation where no axis of its result counts the rows (see `sample_ids.py`).
 
-        Its factors follow at the end of the forward pass, when backward passes from the logits can
-        show which sample each entry of the result belongs to.
+        Its factors are added at the end of the forward pass, when backward passes from the logits
+        can show which sample each entry of the result belongs to.
 
         Args:
-            gradients: from the id of a parameter to a function that builds its gradient once the
-                samples of the result's entries are known. Without one, the gradient comes from
-                autograd's derivative of the operation.
+            builders: a dict from the id of a parameter to the function that builds its gradient,
+                once the samples of the result's entries are known. The gradients of parameters
+                without a builder come from autograd's derivative of the operation. None if no rule
+                covers the operation.
+
+        Returns:
+            The operation's result.
         """
-        used = [t for t in self.use.arguments if self.is_param(t)]
-        copies, before = self._param_copies()
-        out = each_tensor(self._run_with(copies), lambda t: t.clone() if t._is_view() else t)
+        params = [t for t in self.use.arguments if self.is_param(t)]
+        copies, argument_nodes = self._copy_params()
+        # Views are cloned for the reason that `run` states.
+        out = map_tensors(self._run_with_copies(copies), lambda t: t.clone() if t._is_view() else t)
         results = [t for t in tensors_in(out) if t.requires_grad]
         if not results:
             raise NotBatchable(f"no result of {self.use.name} is differentiable")
+        # Several results may share nodes, which then cannot be assigned to one of them.
         if len(results) == 1:
-            self.recorder.reach.enclose(results[0].grad_fn, before)
+            self.recorder.inner_nodes.add_operation(results[0].grad_fn, argument_nodes)
         edges = tuple(get_gradient_edge(t) for t in results)
-        builders: dict[int, Callable[[SampleIds], Outer | Summed]] = dict(gradients or {})
-        for key, copy in copies.items():
-            builders.setdefault(key, partial(SampleIds.by_autograd, copy=copy))
-        op = UnbatchedOp(results, edges, [(t, builders[id(t)]) for t in used])
-        self.recorder.unbatched_ops.append(op)
-        if gradients is None:
-            self._mark_without_rule(used)
+        all_builders: dict[int, GradientBuilder] = dict(builders or {})
+        for param_id, copy in copies.items():
+            all_builders.setdefault(param_id, partial(SampleIds.for_argument, copy=copy))
+        gradients = [(param, all_builders[id(param)]) for param in params]
+        self.recorder.unbatched_ops.append(UnbatchedOp(results, edges, gradients))
+        if builders is None:
+            self._mark_without_rule(params)
         return out
 
-    def _run_with(self, copies: dict[int, Tensor]) -> Any:
+    def _run_with_copies(self, copies: dict[int, Tensor]) -> Any:
         """Run the operation with the tensors whose ids are in `copies` replaced by these copies."""
-        args, kwargs = each_tensor((self.args, self.kwargs), lambda t: copies.get(id(t), t))
+        args, kwargs = map_tensors((self.args, self.kwargs), lambda t: copies.get(id(t), t))
         return run_function(self.func, args, kwargs)
 
-    def _param_copies(self) -> tuple[dict[int, Tensor], list[Any]]:
+    def _copy_params(self) -> tuple[dict[int, Tensor], list[Any]]:
         """Make a leaf in place of each parameter among the arguments.
 
         Returns:
-            The leaves, by the id of the parameter, and the autograd nodes of the other arguments.
+            A dict from the id of a parameter to its leaf, and a list of the autograd nodes of the
+            other arguments.
         """
         copies: dict[int, Tensor] = {}
-        nodes: list[Any] = []
+        argument_nodes: list[Any] = []
         for t in self.use.arguments:
             if self.is_param(t):
                 copies[id(t)] = t.detach().requires_grad_()
             elif t.requires_grad:
-                nodes.append(get_gradient_edge(t).node)
-        return copies, nodes
+                argument_nodes.append(get_gradient_edge(t).node)
+        return copies, argument_nodes
 
-    def _mark_without_rule(self, used: list[Tensor]) -> None:
-        """Note that no rule covers this use of the parameters that `used` were computed from."""
-        for t in used:
-            self.recorder.without_rule |= roots(t, self.recorder.weights)
+    def _mark_without_rule(self, params: list[Tensor]) -> None:
+        """Record the names of parameters that are used by an operation that no rule covers.
 
-    def _run_row_by_row(self, used: list[Tensor]) -> Any:
-        """Run the operation once per row on new copies of the parameters `used`; join results."""
+        Args:
+            params: the arguments of the operation that were computed from parameters alone.
+        """
+        for param in params:
+            self.recorder.without_rule |= roots(param, self.recorder.weights)
+
+    def _run_row_by_row(self, params: list[Tensor]) -> Any:
+        """Run the operation once per row, with new copies of its parameters, and join the results.
+
+        Args:
+            params: the arguments of the operation that were computed from parameters alone.
+
+        Returns:
+            What the operation would return for the whole batch.
+        """
+        # `add_` changes its argument, `__add__` does not.
         if self.use.name.endswith("_") and not self.use.name.startswith("_"):
             raise NotBatchable(f"{self.use.name} modifies its argument in place")
-        layouts = {id(t): self.layout(t) for t in self.use.arguments}
-        edges_of: dict[int, list[GradientEdge]] = {id(t): [] for t in used}
+        layouts = {id(t): self.find_layout(t) for t in self.use.arguments}
+        # From the id of a parameter to the edges of its copies, one for each row.
+        copy_edges: dict[int, list[GradientEdge]] = {id(param): [] for param in params}
 
-        def part_of(t: Tensor, row: int) -> Tensor:
+        def select_or_copy(t: Tensor, row: int) -> Tensor:
             """Return a new copy of a parameter, or a row's part of another tensor."""
-            if id(t) in edges_of:
+            if id(t) in copy_edges:
                 copy = t.detach().requires_grad_()
-                edges_of[id(t)].append(get_gradient_edge(copy))
+                copy_edges[id(t)].append(get_gradient_edge(copy))
                 return copy
             layout = layouts[id(t)]
-            return t if layout is None else layout.part(t, row)
+            return t if layout is None else layout.select_row(t, row)
 
-        outs = [self.run_for_rows(partial(part_of, row=row)) for row in range(self.rows)]
-        for t in used:
-            shape = self.on_one_row(t).shape
-            self.add_factor(t, edges_of[id(t)], Summed.from_row_copies(self.samples, shape))
-        self._mark_without_rule(used)
-        return self._join(outs)
+        row_results: list[Any] = []
+        for row in range(self.num_rows):
+            row_results.append(self.run_with(partial(select_or_copy, row=row)))
+        for param in params:
+            shape = self.value_on_one_row(param).shape
+            gradient = Summed.for_row_copies(self.num_samples, shape)
+            self.add_factor(param, copy_edges[id(param)], gradient)
+        self._mark_without_rule(params)
+        return self._join_results(row_results)
 
-    def _join(self, outs: list[Any]) -> Any:
+    def _join_results(self, row_results: list[Any]) -> Any:
         """Join the rows' results into what the operation on the whole batch would have returned.
 
         Args:
-            outs: the result of each row, a tensor or nested tuples and lists of tensors.
+            row_results: the result of each row, a tensor or nested tuples and lists of tensors.
         """
-        # The number of the next tensor in the result.
-        place = itertools.count()
+        # The index of the next tensor in the result, as `find_result_layout` takes it.
+        next_index = itertools.count()
 
-        def join(parts: list[Any]) -> Any:
-            """Join the rows' values of one part of the result; other values are the first row's."""
-            first = parts[0]
+        def join(values: list[Any]) -> Any:
+            """Join a tensor or tuple of all rows; of other values, return that of the first row."""
+            first = values[0]
             if isinstance(first, Tensor):
-                layout = self.result_layout(next(place))
+                layout = self.find_result_layout(next(next_index))
                 if layout is None:
                     raise NotBatchable(f"the result of {self.use.name} has no batch axis")
-                return layout.join(parts)
+                return layout.join_rows(values)
             if isinstance(first, (tuple, list)):
-                columns = zip(*parts, strict=True)
-                return type(first)([join(list(column)) for column in columns])
+                # For each entry of the tuples, its values in all rows.
+                values_by_entry = zip(*values, strict=True)
+                return type(first)([join(list(entry_values)) for entry_values in values_by_entry])
             return first
 
-        return join(outs)
+        return join(row_results)

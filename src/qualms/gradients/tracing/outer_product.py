@@ -5,13 +5,13 @@ a_t the input of the product, at position t. Its squared norm is ‖Σ_t δ_t a_
 ⟨δδᵀ, aaᵀ⟩ over pairs of positions, whichever takes fewer multiplications. The Gram matrix aaᵀ is
 the same for all classes.
 
-Index letters: b sample, g group, t position, o/f features of δ and a, m/n cotangents.
+Index letters: b sample, g group, t position, o features of δ, f features of a, m and n cotangents.
 """
 
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +26,10 @@ from qualms.gradients.precision import (
 )
 from qualms.gradients.tracing.sample_axis import Layout
 
-# Entries of all windows of one sample; if there are more, they are not copied.
-LARGE = 2**22
-# A squared norm below this share of its sum without cancellation is computed again, more exactly.
+# The most entries that the windows of one sample may have; if there are more, they are not copied.
+MAX_WINDOW_ENTRIES = 2**22
+# A squared norm below this share of what it would be if no terms canceled is computed again, more
+# exactly.
 CANCELLED = 1e-3
 
 
@@ -37,70 +38,88 @@ def raise_released(*_: Any) -> Tensor:
     raise AssertionError("the forward pass was released")
 
 
-def gram_is_cheaper(t: int, o: int, f: int, cotangents: int) -> bool:
+def gram_is_cheaper(t: int, o: int, f: int, num_cotangents: int) -> bool:
     """Whether the squared norm takes fewer multiplications as ⟨δδᵀ, aaᵀ⟩ than as ‖δᵀa‖².
+
+    δ [t, o] is the cotangent of a product and a [t, f] its input, at t positions.
 
     Args:
         t: number of positions.
         o: number of features of δ.
-        f: number of features of a.
-        cotangents: number of cotangents that share the Gram matrix aaᵀ.
+        f: number of features of the input a.
+        num_cotangents: number of cotangents that share the Gram matrix aaᵀ.
 
     Returns:
-        True if t² (o + f / cotangents) < t o f.
+        True if t² (o + f / num_cotangents) < t o f.
     """
-    return t * t * (o + f / cotangents) < t * o * f
+    return t * t * (o + f / num_cotangents) < t * o * f
 
 
 class SharedGram:
     """Computes δδᵀ once for gradients that share the factor δ, as W and U of a recurrent layer.
 
-    The matrix of the last cotangent is kept, and returned again as long as that cotangent comes.
+    The matrix δδᵀ of the most recent cotangent is kept, and returned if the same cotangent follows.
     """
 
     def __init__(self) -> None:
-        # A weak reference to the last cotangent, called to get it.
+        # A weak reference to the most recent cotangent; calling it returns the cotangent, or None.
         self._cotangent: Callable[[], Tensor | None] = lambda: None
+        # The matrix δδᵀ of that cotangent.
         self._gram: Tensor | None = None
 
     def __call__(
-        self, d: Float[Tensor, "bg t o"], deltas: list[Tensor | None]
+        self, delta: Float[Tensor, "bg t o"], cotangents: list[Tensor | None]
     ) -> Float[Tensor, "bg t t"]:
-        """Return δδᵀ, kept from the last call if that had the same cotangent.
+        """Return δδᵀ; it is computed only if the cotangent differs from that of the last call.
 
         Args:
-            d: the factor δ.
-            deltas: the cotangent that δ was computed from, as the only entry of a list.
+            delta: the factor δ, for each of b samples and g groups.
+            cotangents: the cotangent that δ was computed from, as the only entry of a list.
         """
-        (cotangent,) = deltas
+        (cotangent,) = cotangents
         assert cotangent is not None
         if self._gram is None or self._cotangent() is not cotangent:
             self._cotangent = weakref.ref(cotangent)
-            self._gram = torch.bmm(d, d.mT)
+            self._gram = torch.bmm(delta, delta.mT)
         return self._gram
 
 
-def _gram(d: Float[Tensor, "bg t o"], _: list[Tensor | None]) -> Float[Tensor, "bg t t"]:
-    """Compute δδᵀ; the default of `Outer.delta_gram`."""
-    return torch.bmm(d, d.mT)
+def _multiply_delta(
+    delta: Float[Tensor, "bg t o"], _: list[Tensor | None]
+) -> Float[Tensor, "bg t t"]:
+    """Compute δδᵀ; the default of `Outer.delta_gram`, which also passes δ's cotangents."""
+    return torch.bmm(delta, delta.mT)
 
 
-def out_in(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b o f"]:
-    """Arrange the gradient of a weight [o, f], as `linear` takes it; axis 1 is the single group."""
+def arrange_out_in(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b o f"]:
+    """Reshape the gradient of a weight [o, f], as `linear` takes it, by dropping the group axis.
+
+    b is the number of samples, o of output features, f of input features.
+    """
     return grad.squeeze(1)
 
 
-def in_out(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b f o"]:
-    """Arrange the gradient of a weight [f, o], as `matmul` takes it; axis 1 is the single group."""
+def arrange_in_out(grad: Float[Tensor, "b 1 o f"]) -> Float[Tensor, "b f o"]:
+    """Reshape the gradient of a weight [f, o], as `matmul` takes it, and drop the group axis.
+
+    b is the number of samples, o of output features, f of input features.
+    """
     return grad.squeeze(1).mT
 
 
 class OuterSizes(NamedTuple):
-    """The sizes t, o, f, g of the factors δ [g, t, o] and a [g, t, f] of one sample's gradient."""
+    """The sizes t, o, f, g of one sample's gradient Σ_t δ_t ⊗ a_t, with δ [g, t, o], a [g, t, f].
+
+    Args:
+        positions: number of positions, t.
+        out_features: number of features of δ, o.
+        in_features: number of features of the activations a, f.
+        groups: number of groups, g.
+    """
 
     positions: int
-    out_features: int  # of δ
-    in_features: int  # of a
+    out_features: int
+    in_features: int
     groups: int
 
 
@@ -108,8 +127,9 @@ class OuterSizes(NamedTuple):
 class Outer:
     """A gradient Σ_t δ_t ⊗ a_t for each group, written out only where that is cheaper.
 
-    In shapes, b counts samples, g groups, t positions, o and f the features of δ and a, and m
-    cotangents; `bg` is a single axis of b·g. As matrices, δ is [bg, t, o] and a is [bg, t, f].
+    δ is the cotangent of a product, and a its input, the activations. In shapes, b counts samples,
+    g groups, t positions, o features of δ, f features of a, m cotangents, and bg is a single axis
+    of b·g entries. As matrices, δ is [bg, t, o] and a is [bg, t, f]. `target` is the parameter.
 
     Args:
         grad_outputs: maps a cotangent to its factor δ [n, t, g, o]; n counts rows, or parts of rows
@@ -117,80 +137,94 @@ class Outer:
         activations: returns the factor a [n, t, g, f] that all cotangents share; called when a is
             first needed.
         arrange: reshapes the gradient from [b, g, o, f] to [b, *target.shape].
-        samples: number of samples, b.
+        num_samples: number of samples, b.
         sizes: (t, o, f, g), with positions counted for one sample.
-        fast_gram: returns aaᵀ [b·g, t, t]; given where that is cheaper than multiplying
+        fast_gram: returns aaᵀ [bg, t, t]; passed where that is cheaper than multiplying
             `activations` with itself.
-        direct: maps a cotangent to the gradient [*target.shape] of a single sample; given where
+        direct: maps a cotangent to the gradient [*target.shape] of a single sample; passed where
             `activations` may be too large to write out.
-        delta_gram: maps the factor δ, and the cotangents it was computed from, to δδᵀ [b·g, t, t].
+        delta_gram: maps the factor δ, and the cotangents it was computed from, to δδᵀ [bg, t, t].
     """
 
     grad_outputs: Callable[[Tensor], Tensor]
     activations: Callable[[], Tensor]
     arrange: Callable[[Tensor], Tensor]
-    samples: int
+    num_samples: int
     sizes: OuterSizes
     fast_gram: Callable[[], Tensor] | None = None
     direct: Callable[[Tensor], Tensor] | None = None
-    delta_gram: Callable[[Tensor, list[Tensor | None]], Tensor] = _gram
+    delta_gram: Callable[[Tensor, list[Tensor | None]], Tensor] = _multiply_delta
 
     @classmethod
-    def product(
+    def for_product(
         cls,
-        samples: int,
+        num_samples: int,
         layout: Layout,
-        a: Tensor,
-        features: int,
+        activations: Tensor,
+        out_features: int,
         arrange: Callable[[Tensor], Tensor],
     ) -> "Outer":
-        """Build the gradient of W in a @ W: axes of `a` between rows and features are positions t.
+        """Build the gradient of W in the product activations @ W.
+
+        The axes of `activations` between rows and features count the positions t.
 
         Args:
-            samples: number of samples, b.
-            layout: which axis counts the rows, of `a` and of the product alike.
-            a: the input of the product, [..., f].
-            features: number of features of the product, o.
+            num_samples: number of samples, b.
+            layout: which axis counts the rows, of `activations` and of the product alike.
+            activations: the input of the product, [..., f].
+            out_features: number of features of the product, o.
             arrange: reshapes the gradient from [b, 1, o, f] to [b, *target.shape].
         """
 
-        def factor(t: Tensor) -> Tensor:
-            """Arrange `a`, or the cotangent of the product, as [n, t, 1, features]."""
-            leading = layout.leading(t)
-            n = 1 if layout.axis is None else leading.shape[0]  # axis None: a single row
-            return leading.reshape(n, -1, 1, t.shape[-1])
+        def arrange_factor(factor: Tensor) -> Tensor:
+            """Reshape the activations, or a cotangent of the product, to [n, t, 1, features]."""
+            rows_first = layout.rows_first(factor)
+            # With axis None there is a single row, and the tensor may have no axis for it.
+            n = 1 if layout.axis is None else rows_first.shape[0]
+            return rows_first.reshape(n, -1, 1, factor.shape[-1])
 
-        def activations() -> Tensor:
-            """Arrange `a` when it is first needed."""
-            return factor(a)
-
-        positions = a.numel() // a.shape[-1] // samples
-        sizes = OuterSizes(positions, features, a.shape[-1], 1)
-        return cls(factor, activations, arrange, samples, sizes)
+        in_features = activations.shape[-1]
+        sizes = OuterSizes(
+            positions=activations.numel() // in_features // num_samples,
+            out_features=out_features,
+            in_features=in_features,
+            groups=1,
+        )
+        return cls(
+            grad_outputs=arrange_factor,
+            activations=partial(arrange_factor, activations),
+            arrange=arrange,
+            num_samples=num_samples,
+            sizes=sizes,
+        )
 
     # The size of the gradient, and whether the Gram matrix is cheaper.
 
     @property
     def numel(self) -> int:
-        """Number of entries of one sample's gradient."""
+        """Number of entries of one sample's gradient, [groups, out_features, in_features]."""
         return self.sizes.groups * self.sizes.out_features * self.sizes.in_features
 
-    def count_stored(self, rows_per_sample: int, cotangents: int, alone: bool = False) -> int:
-        """Count the numbers that a norm has to store for each sample: aaᵀ, a, or none.
+    def count_stored(
+        self, rows_per_sample: int, num_cotangents: int, is_alone: bool = False
+    ) -> int:
+        """Count the floats that the norm of a gradient δᵀa stores for each sample.
 
-        For a gradient that was recorded on a single row.
+        These are the activations a [t, f] or their Gram matrix aaᵀ [t, t], for each group; none if
+        the gradient is computed without them. The gradient must have been traced on a single row.
 
         Args:
             rows_per_sample: number of rows of each sample.
-            cotangents: number of cotangents that share what is stored.
-            alone: whether the sample is the only one of its chunk, so that `direct` may write its
-                gradient without a copy of all windows.
+            num_cotangents: number of cotangents that share what is stored.
+            is_alone: whether the sample is the only one of its chunk, so that `direct` may compute
+                its gradient without a copy of all windows.
         """
+        # Positions, features of δ, features of a, groups.
         t, o, f, g = self.sizes
         t *= rows_per_sample
-        if gram_is_cheaper(t, o, f, cotangents):
+        if gram_is_cheaper(t, o, f, num_cotangents):
             return g * t * t
-        if alone and self.direct is not None and g * t * f > LARGE:
+        if is_alone and self.direct is not None and g * t * f > MAX_WINDOW_ENTRIES:
             return 0
         return g * t * f
 
@@ -204,212 +238,279 @@ class Outer:
             grad_outputs=raise_released,
             activations=raise_released,
             arrange=raise_released,
-            samples=self.samples,
+            num_samples=self.num_samples,
             sizes=self.sizes,
             direct=direct,
         )
 
-    def prefers_gram(self, cotangents: int) -> bool:
-        """Whether norms are cheaper as ⟨δδᵀ, aaᵀ⟩ than by δᵀa if this many cotangents share aaᵀ."""
+    def prefers_gram(self, num_cotangents: int) -> bool:
+        """Whether squared norms of the gradient δᵀa take less work as ⟨δδᵀ, aaᵀ⟩ than as ‖δᵀa‖².
+
+        Args:
+            num_cotangents: number of cotangents that share the Gram matrix aaᵀ.
+        """
+        # Positions, features of δ, features of the activations a, groups.
         t, o, f, _ = self.sizes
-        return gram_is_cheaper(t, o, f, cotangents)
+        return gram_is_cheaper(t, o, f, num_cotangents)
 
     @property
     def _is_direct(self) -> bool:
-        """Whether `direct` writes the gradient: for a single sample with a large factor a."""
-        t, _, f, g = self.sizes
-        return self.samples == 1 and self.direct is not None and g * t * f > LARGE
+        """Whether `direct` computes the gradient: for a single sample with large activations."""
+        num_entries = self.sizes.groups * self.sizes.positions * self.sizes.in_features
+        is_large = num_entries > MAX_WINDOW_ENTRIES
+        return self.num_samples == 1 and self.direct is not None and is_large
 
     # The factors.
 
-    def delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
-        """Compute the factor δ from a cotangent, given as the only entry of a list."""
-        (d,) = cotangents
-        assert d is not None
-        return self._by_position(self.grad_outputs(d))
+    def compute_delta(self, cotangents: list[Tensor | None]) -> Float[Tensor, "bg t o"]:
+        """Arrange the cotangent δ of the operation's result by sample, group and position.
+
+        Args:
+            cotangents: the cotangent at the factor's edge, as the only entry of a list.
+
+        Returns:
+            The factor δ [b·g, t, o], for b samples, g groups, t positions and o features.
+        """
+        (cotangent,) = cotangents
+        assert cotangent is not None
+        return self._by_position(self.grad_outputs(cotangent))
 
     @cached_property
     def activation_matrix(self) -> Float[Tensor, "bg t f"]:
-        """The factor a, shared by all cotangents; kept until `activation_gram` is computed."""
+        """The activations a, shared by all cotangents; kept until `activation_gram` is computed.
+
+        b counts samples, g groups, t positions and f features.
+        """
         return self._by_position(self.activations())
 
     @cached_property
     def activation_gram(self) -> Float[Tensor, "bg t t"]:
-        """The Gram matrix aaᵀ, shared by all cotangents."""
+        """The Gram matrix aaᵀ of the activations a, shared by all cotangents.
+
+        b counts samples, g groups and t positions.
+        """
         if self.fast_gram is not None:
             return self.fast_gram()
         a = self.activation_matrix
-        # Not needed any more: free the memory.
+        # Drop the cached value: norms now need aaᵀ alone, and `a` may take much memory.
         del self.__dict__["activation_matrix"]
         return a @ a.mT
 
     def activations_of(self, sample: int) -> Float[Tensor, "g t f"]:
-        """Compute the factor a of one sample, given the sample's index in the batch."""
-        return self._by_position(self.activations()).unflatten(0, (self.samples, -1))[sample]
+        """Compute the activations [g, t, f] of one sample, for g groups, t positions, f features.
+
+        Args:
+            sample: the sample's index in the batch.
+        """
+        return self._by_position(self.activations()).unflatten(0, (self.num_samples, -1))[sample]
 
     def _by_position(self, factor: Float[Tensor, "n t g f"]) -> Float[Tensor, "bg nt f"]:
-        """Arrange a factor as a matrix for each sample and group, over all the rows' positions."""
+        """Reshape δ or a to one matrix for each sample and group, with a row for each position.
+
+        Args:
+            factor: δ or a for n rows of the batch, t positions of a row, g groups and f features.
+
+        Returns:
+            Matrices [b·g, (n / b)·t, f], for b samples.
+        """
         n, t, g, f = factor.shape
-        positions = n // self.samples * t
-        of_samples = at_least_float32(factor).reshape(self.samples, positions, g, f)
+        positions = n // self.num_samples * t
+        by_sample = at_least_float32(factor).reshape(self.num_samples, positions, g, f)
         if g == 1:
-            return of_samples.squeeze(2)
+            return by_sample.squeeze(2)
         # Contiguous: for a single sample this could stay a view, which `bmm` would copy group by
         # group.
-        return of_samples.transpose(1, 2).reshape(self.samples * g, -1, f).contiguous()
+        return by_sample.transpose(1, 2).reshape(self.num_samples * g, -1, f).contiguous()
 
     # The gradient, and its norms.
 
-    def write(self, cotangents: list[Tensor | None]) -> Float[Tensor, "b ..."]:
-        """Write out the gradient Σ_t δ_t a_tᵀ of each sample: [b, *target.shape].
+    def compute(self, cotangents: list[Tensor | None]) -> Float[Tensor, "b ..."]:
+        """Write out the gradient Σ_t δ_t a_tᵀ of each of the b samples: [b, *target.shape].
+
+        δ_t is the cotangent of a product and a_t its input, at position t.
 
         Args:
             cotangents: the cotangents at the factor's edges, for one class or direction.
         """
         if self._is_direct:
-            return self._write_directly(cotangents)
-        d = self.delta(cotangents)
-        grad = torch.bmm(d.mT, self.activation_matrix)
-        return self.arrange(grad.unflatten(0, (self.samples, -1)))
+            return self._compute_directly(cotangents)
+        delta = self.compute_delta(cotangents)
+        grad = torch.bmm(delta.mT, self.activation_matrix)  # [b·g, o, f]
+        return self.arrange(grad.unflatten(0, (self.num_samples, -1)))
 
-    def squared_norm(self, deltas: list[Tensor | None], cotangents: int) -> Float[Tensor, " b"]:
-        """Compute ‖Σ_t δ_t a_tᵀ‖² of each sample, in the way that takes the least work.
+    def squared_norm(
+        self, cotangents: list[Tensor | None], num_cotangents: int
+    ) -> Float[Tensor, " b"]:
+        """Compute ‖Σ_t δ_t a_tᵀ‖² of each of the b samples, in the way that takes the least work.
+
+        δ_t is the cotangent of a product and a_t its input, the activations, at position t.
 
         Args:
-            deltas: the cotangents at the factor's edges; for most gradients there is a single one.
-            cotangents: for how many classes or directions this is called, sharing the work on a.
+            cotangents: the cotangents at the factor's edges; for most gradients there is one edge.
+            num_cotangents: number of classes or directions that this is called for, which share the
+                work on activations.
         """
-        if self._is_direct and not self.prefers_gram(cotangents):
-            return sum_of_squares(self._write_directly(deltas).flatten(1))
-        d = self.delta(deltas)
-        if self.sizes.positions == 1:  # ‖δ‖²‖a‖²
-            of_delta = sum_of_squares(d.flatten(1))
-            each = of_delta * sum_of_squares(self.activation_matrix.flatten(1))
-        elif self.prefers_gram(cotangents):
-            each = self._squared_norm_by_gram(d, deltas)
+        if self._is_direct and not self.prefers_gram(num_cotangents):
+            return sum_of_squares(self._compute_directly(cotangents).flatten(1))
+        delta = self.compute_delta(cotangents)
+        if self.sizes.positions == 1:  # a single product δaᵀ, of norm ‖δ‖ ‖a‖
+            squared_delta = sum_of_squares(delta.flatten(1))
+            squared_norms = squared_delta * sum_of_squares(self.activation_matrix.flatten(1))
+        elif self.prefers_gram(num_cotangents):
+            squared_norms = self._squared_norm_by_gram(delta, cotangents)
         else:
-            each = sum_of_squares(torch.bmm(d.mT, self.activation_matrix).flatten(1))
-        return self._sum_groups(each)
+            grad = torch.bmm(delta.mT, self.activation_matrix)
+            squared_norms = sum_of_squares(grad.flatten(1))
+        return self._sum_groups(squared_norms)
 
-    def l1_norm(self, deltas: list[Tensor | None]) -> Float[Tensor, " b"]:
-        """Compute Σ|g| = Σ|δ| Σ|a| of each sample; only valid if there is a single position."""
-        of_delta = self.delta(deltas).abs().sum((1, 2))
-        of_activations = self.activation_matrix.abs().sum((1, 2))
-        return self._sum_groups(of_delta * of_activations)
+    def l1_norm(self, cotangents: list[Tensor | None]) -> Float[Tensor, " b"]:
+        """Compute Σ|g| = Σ|δ| Σ|a| of each sample's gradient g = δaᵀ, for b samples.
 
-    def inner_products_along(self, deltas: list[list[Tensor | None]]) -> Float[Tensor, "b m m"]:
-        """Compute ⟨G_m, G_n⟩ between the gradients of several directions.
+        δ is the cotangent of a product and a its input. Only valid if there is a single position,
+        so that the gradient is a single outer product.
 
         Args:
-            deltas: the cotangents at the factor's edges, for each of the m gradients.
+            cotangents: the cotangents at the factor's edges.
         """
-        factors = [self.delta(of_one) for of_one in deltas]
-        return self.inner_products(torch.stack(factors, dim=1))
+        delta_norms = self.compute_delta(cotangents).abs().sum((1, 2))
+        activation_norms = self.activation_matrix.abs().sum((1, 2))
+        return self._sum_groups(delta_norms * activation_norms)
 
-    def inner_products(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m m"]:
-        """Compute ⟨G_m, G_n⟩ between the gradients G_m = δ_mᵀa of m factors δ that share a."""
-        if not self.prefers_gram(d.shape[1]):
-            gradients = torch.matmul(d.mT, self.activation_matrix.unsqueeze(1))
+    def inner_products_along(
+        self, cotangents_by_direction: list[list[Tensor | None]]
+    ) -> Float[Tensor, "b m m"]:
+        """Compute ⟨G_i, G_j⟩ between the gradients of m directions, for each of b samples.
+
+        Args:
+            cotangents_by_direction: for each direction, the cotangents at the factor's edges.
+        """
+        deltas = [self.compute_delta(cotangents) for cotangents in cotangents_by_direction]
+        return self.inner_products(torch.stack(deltas, dim=1))
+
+    def inner_products(self, deltas: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m m"]:
+        """Compute ⟨G_i, G_j⟩ between m gradients G_i = δ_iᵀa, which share the activations a.
+
+        Args:
+            deltas: the factors δ_1, …, δ_m, for b samples, g groups, t positions and o features.
+        """
+        if not self.prefers_gram(deltas.shape[1]):
+            gradients = torch.matmul(deltas.mT, self.activation_matrix.unsqueeze(1))
             return self._sum_groups(inner_products(gradients.flatten(2)))
+        # ⟨G_i, G_j⟩ = ⟨aaᵀ δ_i, δ_j⟩.
         gram = self.activation_gram
-        gram_times_d = torch.matmul(gram.unsqueeze(1), d)
-        products = (gram_times_d.flatten(2) @ d.flatten(2).mT).double()
+        gram_times_deltas = torch.matmul(gram.unsqueeze(1), deltas)
+        products = (gram_times_deltas.flatten(2) @ deltas.flatten(2).mT).double()
         squares = products.diagonal(dim1=1, dim2=2)
-        unreliable = (
-            outside_float32_range(squares) | outside_float32_range(gram.flatten(1).amax(1))[:, None]
-        )
+        largest_gram_entry = gram.flatten(1).amax(1).unsqueeze(1)
+        unreliable = outside_float32_range(squares) | outside_float32_range(largest_gram_entry)
         if bool(unreliable.any()):
             # A square of 0 is exact where δ or a is zero at every position.
-            unreliable &= (squares != 0) | self.overlaps(d)
+            unreliable &= (squares != 0) | self.overlaps(deltas)
             indices = unreliable.any(1).nonzero().flatten().tolist()
-            self._recompute_in_double(products, d, indices)
+            self._recompute_in_double(products, deltas, indices)
         return self._sum_groups(products)
 
-    def sum_of_position_norms(self, d: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m"]:
+    def sum_of_position_norms(self, deltas: Float[Tensor, "bg m t o"]) -> Float[Tensor, "b m"]:
         """Compute Σ_t ‖δ_t‖²‖a_t‖²: the squared norms if the terms of positions were orthogonal.
 
-        Much smaller norms have lost digits to cancellation.
-        """
-        of_activations = self.activation_gram.diagonal(dim1=1, dim2=2).unsqueeze(1)
-        return self._sum_groups(torch.linalg.vecdot(d.square().sum(3), of_activations))
+        A squared norm that is much smaller than this sum has lost digits to cancellation.
 
-    def overlaps(self, d: Float[Tensor, "bg m t o"]) -> Bool[Tensor, "bg m"]:
-        """Whether δ and a are both nonzero at some position; else the gradient is exactly zero."""
-        return (d.any(3) & self._nonzero_positions.unsqueeze(1)).any(2)
+        Args:
+            deltas: m factors δ, for b samples, g groups, t positions and o features.
+        """
+        squared_activations = self.activation_gram.diagonal(dim1=1, dim2=2).unsqueeze(1)
+        squared_deltas = deltas.square().sum(3)
+        return self._sum_groups(torch.linalg.vecdot(squared_deltas, squared_activations))
+
+    def overlaps(self, deltas: Float[Tensor, "bg m t o"]) -> Bool[Tensor, "bg m"]:
+        """Whether δ and a are both nonzero at some position; else the gradient is exactly zero.
+
+        Args:
+            deltas: m factors δ, for b samples, g groups, t positions and o features.
+        """
+        return (deltas.any(3) & self._nonzero_positions.unsqueeze(1)).any(2)
 
     @cached_property
     def _nonzero_positions(self) -> Bool[Tensor, "bg t"]:
-        """Whether a_t has a nonzero entry, for each position."""
+        """Whether the activations a_t have a nonzero entry, for each sample, group and position."""
         return self._by_position(self.activations()).any(2)
 
-    def _write_directly(self, cotangents: list[Tensor | None]) -> Float[Tensor, "1 ..."]:
-        """Write the gradient of a single sample by `direct`, without a copy of its windows."""
-        (d,) = cotangents
-        assert d is not None
+    def _compute_directly(self, cotangents: list[Tensor | None]) -> Float[Tensor, "1 ..."]:
+        """Compute the gradient of a single sample by `direct`, without a copy of its windows."""
+        (cotangent,) = cotangents
+        assert cotangent is not None
         assert self.direct is not None
-        return self.direct(d)[None]
+        return self.direct(cotangent).unsqueeze(0)  # the sample axis
 
-    def _sum_groups(self, each: Float[Tensor, "bg ..."]) -> Float[Tensor, "b ..."]:
-        """Add up the groups' values for each sample."""
-        return each.unflatten(0, (self.samples, -1)).sum(1)
+    def _sum_groups(self, values: Float[Tensor, "bg ..."]) -> Float[Tensor, "b ..."]:
+        """Sum the values of the g groups of each of the b samples."""
+        return values.unflatten(0, (self.num_samples, -1)).sum(1)
 
     def _squared_norm_by_gram(
-        self, d: Float[Tensor, "bg t o"], deltas: list[Tensor | None]
+        self, delta: Float[Tensor, "bg t o"], cotangents: list[Tensor | None]
     ) -> Float64[Tensor, " bg"]:
-        """Compute ⟨δδᵀ, aaᵀ⟩, or ‖δᵀa‖² where positions cancel or 32 bits are too few.
+        """Compute ‖δᵀa‖² as ⟨δδᵀ, aaᵀ⟩; directly where positions cancel or 32 bits are too few.
+
+        a are the activations, whose Gram matrix aaᵀ is computed once.
 
         Args:
-            d: the factor δ.
-            deltas: the cotangents that δ was computed from, passed on to `delta_gram`.
+            delta: the factor δ, for b samples, g groups, t positions and o features.
+            cotangents: the cotangents that δ was computed from, passed on to `delta_gram`.
         """
         gram = self.activation_gram
-        # T < o: δδᵀ [t, t] is smaller than aaᵀδ [t, o].
-        if d.shape[1] < d.shape[2]:
-            of_delta = self.delta_gram(d, deltas)
-            squared_norms = _frobenius_product(of_delta, gram)
-            delta_squares = of_delta.diagonal(dim1=1, dim2=2)
+        # If t < o, δδᵀ [t, t] is smaller than aaᵀδ [t, o].
+        if delta.shape[1] < delta.shape[2]:
+            delta_gram = self.delta_gram(delta, cotangents)
+            squared_norms = _frobenius_product(delta_gram, gram)
+            squared_deltas = delta_gram.diagonal(dim1=1, dim2=2)
         else:
-            squared_norms = _frobenius_product(torch.bmm(gram, d), d)
-            delta_squares = torch.linalg.vecdot(d, d)
-        squares = gram.diagonal(dim1=1, dim2=2)
-        # Where positions cancel, this sum loses twice as many digits as the gradient δᵀa does:
-        # write that out instead.
-        without_cancellation = torch.linalg.vecdot(delta_squares, squares)
-        unreliable = outside_float32_range(delta_squares.amax(1)) | outside_float32_range(
-            squares.amax(1)
-        )
+            squared_norms = _frobenius_product(torch.bmm(gram, delta), delta)
+            squared_deltas = torch.linalg.vecdot(delta, delta)
+        squared_activations = gram.diagonal(dim1=1, dim2=2)
+        # What the squared norm would be if the terms of positions were orthogonal. Where it is much
+        # smaller, this way has lost twice as many digits as ‖δᵀa‖² loses.
+        without_cancellation = torch.linalg.vecdot(squared_deltas, squared_activations)
+        unreliable = outside_float32_range(squared_deltas.amax(1))
+        unreliable |= outside_float32_range(squared_activations.amax(1))
         unreliable |= outside_float32_range(without_cancellation) | ~squared_norms.isfinite()
         if bool(unreliable.any()):
             # Where δ or a is zero at every position, 0 is exact.
-            squared_norms = torch.where(d.flatten(1).any(1), squared_norms, 0.0)
-            unreliable &= (squared_norms != 0) | self.overlaps(d.unsqueeze(1)).squeeze(1)
+            squared_norms = torch.where(delta.flatten(1).any(1), squared_norms, 0.0)
+            overlaps = self.overlaps(delta.unsqueeze(1)).squeeze(1)  # δ as the only one of m = 1
+            unreliable &= (squared_norms != 0) | overlaps
         squared_norms = squared_norms.double()
         recompute = (squared_norms < CANCELLED * without_cancellation) | unreliable
         indices = recompute.nonzero().squeeze(1)
         if len(indices):
             a = self._by_position(self.activations())[indices]
-            squared_norms[indices] = sum_of_squares(torch.bmm(d[indices].mT, a).flatten(1))
+            grad = torch.bmm(delta[indices].mT, a)
+            squared_norms[indices] = sum_of_squares(grad.flatten(1))
         return squared_norms
 
     def _recompute_in_double(
-        self, products: Float64[Tensor, "bg m m"], d: Float[Tensor, "bg m t o"], which: list[int]
+        self,
+        products: Float64[Tensor, "bg m m"],
+        deltas: Float[Tensor, "bg m t o"],
+        indices: list[int],
     ) -> None:
-        """Overwrite the inner products that 32 bits do not hold by those computed in 64 bits.
+        """Overwrite inner products that do not fit 32 bits by inner products computed in 64 bits.
 
         One matrix after the other, to save memory.
 
         Args:
-            products: ⟨G_m, G_n⟩; changed in place.
-            d: the factors δ of the gradients G_m.
-            which: indices of the matrices to overwrite, along the first axis.
+            products: ⟨G_i, G_j⟩ of the gradients G_i = δ_iᵀa, with activations a; changed in place.
+            deltas: the m factors δ_i, for b samples, g groups, t positions and o features.
+            indices: indices of the matrices to overwrite, along the first axis.
         """
-        # If `which` is empty, any tensor will do, as none is read.
-        activations = self._by_position(self.activations()) if which else d
-        for i in which:
-            a, wide = activations[i].double(), d[i].double()
-            products[i] = ((a @ a.mT) @ wide).flatten(1) @ wide.flatten(1).mT
+        if not indices:
+            return
+        activations = self._by_position(self.activations())
+        for i in indices:
+            a, delta = activations[i].double(), deltas[i].double()
+            gram_times_delta = (a @ a.mT) @ delta
+            products[i] = gram_times_delta.flatten(1) @ delta.flatten(1).mT
 
 
 def _frobenius_product(a: Float[Tensor, "n i j"], b: Float[Tensor, "n i j"]) -> Float[Tensor, " n"]:
-    """Compute Σ_ij a_ij b_ij for each pair of matrices."""
+    """Compute Σ_ij a_ij b_ij for each of n pairs of matrices a, b."""
     return torch.linalg.vecdot(a.flatten(1), b.flatten(1))

@@ -13,13 +13,15 @@ from torch import Tensor
 
 @dataclass
 class Weights:
-    """Tensors that replace the parameters in traced passes: leaves, or constants if not selected.
+    """The tensors that replace the model's parameters in traced passes.
+
+    A selected parameter, whose gradient is computed, is replaced by a leaf of the autograd graph,
+    any other parameter by a constant.
 
     Args:
-        names: from the id of a leaf to the name of its parameter.
-        stand_in: from the id of a parameter to the tensor that replaces it: a leaf if the parameter
-            is selected, else a detached view.
-        leaves: from the name of a selected parameter to its leaf.
+        names: a dict from the id of a leaf to the name of its parameter.
+        stand_in: a dict from the id of a parameter to the tensor that replaces it.
+        leaves: a dict from the name of a selected parameter to its leaf.
     """
 
     names: dict[int, str]
@@ -28,13 +30,13 @@ class Weights:
 
     @classmethod
     def of(
-        cls, selected: dict[str, Tensor], every: Iterable[Tensor], channels_last: bool = False
+        cls, selected: dict[str, Tensor], parameters: Iterable[Tensor], channels_last: bool = False
     ) -> "Weights":
         """Make a leaf for each selected parameter, and a constant for each of the others.
 
         Args:
             selected: parameters whose gradients are computed, by name.
-            every: all parameters of the model.
+            parameters: all parameters of the model.
             channels_last: whether to copy convolution kernels to that memory format here, once,
                 instead of in every convolution.
         """
@@ -42,13 +44,14 @@ class Weights:
         def detach(p: Tensor) -> Tensor:
             """Detach a parameter; copy it if it is an inference tensor or changes its format."""
             constant = p.detach()
+            # Autograd does not record operations on inference tensors.
             if p.is_inference():
                 constant = constant.clone()
             if channels_last and p.ndim == 4:
                 return constant.contiguous(memory_format=torch.channels_last)
             return constant
 
-        stand_in = {id(p): detach(p) for p in every}
+        stand_in = {id(p): detach(p) for p in parameters}
         leaves = {name: stand_in[id(p)].requires_grad_() for name, p in selected.items()}
         names = {id(leaf): name for name, leaf in leaves.items()}
         return cls(names, stand_in, leaves)
@@ -60,18 +63,21 @@ class Weights:
 
 
 def slice_of(t: Tensor, weights: Weights) -> tuple[str, int] | None:
-    """Return W's name and e if a tensor is the slice W[e] of a selected parameter W, else None.
+    """Return the name of W and the index e if a tensor is the slice W[e] of a selected parameter W.
 
     Args:
         t: a tensor computed from parameters alone.
         weights: the leaves that replace the parameters.
+
+    Returns:
+        (name, e), with e ≥ 0; None if the tensor is something else.
     """
-    # For W[e], autograd's node of `select`; its parent is the leaf W.
+    # For W[e], autograd's node of `select`; its parent is the node of the leaf W.
     node: Any = t.grad_fn
     if type(node).__name__ != "SelectBackward0" or node._saved_dim != 0:
         return None
-    source = node.next_functions[0][0]
-    name = weights.names.get(id(getattr(source, "variable", None)))
+    parent = node.next_functions[0][0]
+    name = weights.names.get(id(getattr(parent, "variable", None)))
     if name is None:
         return None
     index = int(node._saved_index)
@@ -82,11 +88,17 @@ def slice_of(t: Tensor, weights: Weights) -> tuple[str, int] | None:
 
 
 def roots(t: Tensor, weights: Weights) -> set[str]:
-    """Return the names of the selected parameters that a tensor was computed from."""
+    """Return the names of the selected parameters that a tensor was computed from.
+
+    Args:
+        t: a leaf, or a tensor with an autograd graph.
+        weights: the leaves that replace the parameters.
+    """
     if id(t) in weights.names:
         return {weights.names[id(t)]}
     names: set[str] = set()
     for node in nodes_behind([t.grad_fn]):
+        # Only the nodes of leaves have a `variable`.
         leaf_id = id(getattr(node, "variable", None))
         if leaf_id in weights.names:
             names.add(weights.names[leaf_id])
@@ -95,53 +107,59 @@ def roots(t: Tensor, weights: Weights) -> set[str]:
 
 def nodes_behind(nodes: list[Any]) -> set[Any]:
     """Collect all autograd nodes that a backward pass from `nodes` visits, including `nodes`."""
-    seen: set[Any] = set()
-    nodes = list(nodes)
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes.extend(n for n, _ in node.next_functions)
-    return seen
+    visited: set[Any] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        # None is where an argument needs no gradient.
+        if node is not None and node not in visited:
+            visited.add(node)
+            pending.extend(parent for parent, _ in node.next_functions)
+    return visited
 
 
 @dataclass
-class Reach:
+class InnerNodes:
     """Autograd nodes that a backward pass may enter only through the result of their operation.
 
     A rule computes a parameter's gradient from the cotangent of its operation's result. If the
     logits also depend on the inside of the operation in another way (by a gradient that the forward
-    pass takes, or an autograd function), that part is missing in the cotangent.
+    pass takes, or an autograd function), the cotangent misses that part.
 
     Args:
-        inside: from each node inside an operation to the node of that operation's result.
+        result_of: a dict from each node inside an operation to the node of the operation's result.
     """
 
-    inside: dict[Any, Any] = field(default_factory=dict)
+    result_of: dict[Any, Any] = field(default_factory=dict)
 
-    def enclose(self, result: Any, before: Iterable[Any]) -> None:
-        """Add the nodes of one operation.
+    def add_operation(self, result: Any, arguments: Iterable[Any]) -> None:
+        """Add the nodes of one operation, from its result back to its arguments.
 
         Args:
             result: the node of the operation's result.
-            before: the nodes of the operation's arguments, at which the search ends.
+            arguments: the nodes of the operation's arguments, which are outside.
         """
-        outside, nodes = set(before), [result]
-        while nodes:
-            node = nodes.pop()
-            if node is not None and node not in outside and node not in self.inside:
-                self.inside[node] = result
-                nodes.extend(n for n, _ in node.next_functions)
+        outside = set(arguments)
+        pending = [result]
+        while pending:
+            node = pending.pop()
+            if node is not None and node not in outside and node not in self.result_of:
+                self.result_of[node] = result
+                pending.extend(parent for parent, _ in node.next_functions)
 
-    def bypasses_result(self, node: Any, follower: Any) -> bool:
-        """Whether a backward pass that goes from `node` to `follower` bypasses a result.
+    def bypasses_result(self, node: Any, next_node: Any) -> bool:
+        """Whether a step of a backward pass enters an operation past the node of its result.
 
-        It does if `follower` is inside an operation and is not its result, and `node` is outside.
+        It does if `node` is outside the operation, and `next_node` inside, but not the result.
+
+        Args:
+            node: the node that the backward pass comes from.
+            next_node: the node that it goes to.
         """
-        result = self.inside.get(follower)
-        if result is None or follower is result:
+        result = self.result_of.get(next_node)
+        if result is None or next_node is result:
             return False
-        return self.inside.get(node) is not result
+        return self.result_of.get(node) is not result
 
 
 # Where a forward pass uses the parameters, and in which order.
@@ -164,30 +182,30 @@ class ParamUse:
 
     Args:
         key: identifies the operation in another pass.
-        occurrence: how often the same key occurred before, in this pass.
+        occurrence: number of earlier operations with the same key in this pass.
         arguments: all tensors among the operation's arguments.
         results: all tensors among the operation's results.
-        param_places: indices of the `arguments` that were computed from parameters alone.
+        param_indices: indices of the `arguments` that were computed from parameters alone.
     """
 
     key: OpKey
     occurrence: int
     arguments: list[Tensor]
     results: list[Tensor] = field(default_factory=list)
-    param_places: set[int] = field(default_factory=set)
+    param_indices: set[int] = field(default_factory=set)
 
     @property
     def name(self) -> str:
         """The operation's name."""
         return self.key.name
 
-    def place_of(self, t: Tensor) -> int:
-        """Return the index of `t` among the arguments."""
+    def index_of(self, t: Tensor) -> int:
+        """Return the index of the tensor `t`, by identity, among the operation's arguments."""
         return next(i for i, argument in enumerate(self.arguments) if argument is t)
 
 
 def largest_result(param_uses: Iterable[ParamUse]) -> int:
-    """Return the bytes of the largest result of any of the operations; 0 if there is none."""
+    """Return the number of bytes of the operations' largest result; 0 if there is none."""
     largest = 0
     for use in param_uses:
         for t in use.results:
@@ -195,7 +213,8 @@ def largest_result(param_uses: Iterable[ParamUse]) -> int:
     return largest
 
 
-_ByKey = dict[tuple[OpKey, int], ParamUse]  # by the use's key and occurrence
+# Uses of parameters, by their `key` and `occurrence`.
+_UsesByKey = dict[tuple[OpKey, int], ParamUse]
 
 
 @dataclass(frozen=True)
@@ -206,7 +225,7 @@ class TracePair:
         one: uses of parameters in the pass on a single row.
         two: uses of parameters in the pass on two rows.
         unbatched: operations in whose results no axis counts the rows, because the values of the
-            input decide where an entry goes; filled while batches are traced.
+            input decide where an entry goes; the recorder adds to it while it traces batches.
     """
 
     one: list[ParamUse]
@@ -214,56 +233,70 @@ class TracePair:
     unbatched: set[OpKey] = field(default_factory=set)
 
     def find(self, use: ParamUse) -> tuple[ParamUse, ParamUse] | None:
-        """Find the same use in the traces on one row and on two; None if one of them lacks it."""
+        """Find a use of parameters from another pass in the traces on one row and on two.
+
+        Args:
+            use: the use, whose key and occurrence are looked up.
+
+        Returns:
+            The use in the pass on one row, and that in the pass on two; None if a pass lacks it.
+        """
         key = (use.key, use.occurrence)
-        one, two = self._one_by_key.get(key), self._two_by_key.get(key)
+        one, two = self._uses_on_one_row.get(key), self._uses_on_two_rows.get(key)
         if one is None or two is None:
             return None
         return one, two
 
     @cached_property
-    def _one_by_key(self) -> _ByKey:
+    def _uses_on_one_row(self) -> _UsesByKey:
         """The uses in the pass on a single row, by key and occurrence."""
-        return _by_key(self.one)
+        return _index_by_key(self.one)
 
     @cached_property
-    def _two_by_key(self) -> _ByKey:
+    def _uses_on_two_rows(self) -> _UsesByKey:
         """The uses in the pass on two rows, by key and occurrence."""
-        return _by_key(self.two)
+        return _index_by_key(self.two)
 
     def compact(self) -> "TracePair":
-        """Free the graphs in place, and the values that `infer_layout` does not need; return self.
+        """Free graphs and values that `infer_layout` does not need, in place, and return self.
 
         Arguments computed from parameters alone keep their values and graphs.
         """
-        for key, one in self._one_by_key.items():
-            two = self._two_by_key.get(key, one)
-            for i, (a, b) in enumerate(zip(one.arguments, two.arguments, strict=False)):
-                if i not in one.param_places:
-                    one.arguments[i], two.arguments[i] = _compact(a, b)
-            results = zip(one.results, two.results, strict=False)
-            pairs = [_compact(a, b) for a, b in results]
-            one.results = [a for a, _ in pairs]
-            two.results = [b for _, b in pairs]
+        for key, one in self._uses_on_one_row.items():
+            # If the pass on two rows lacks the use, only its graphs are freed.
+            two = self._uses_on_two_rows.get(key, one)
+            for i, tensors in enumerate(zip(one.arguments, two.arguments, strict=False)):
+                if i not in one.param_indices:
+                    one.arguments[i], two.arguments[i] = _compact_tensors(*tensors)
+            result_pairs = zip(one.results, two.results, strict=False)
+            compact_pairs = [_compact_tensors(*tensors) for tensors in result_pairs]
+            one.results = [on_one for on_one, _ in compact_pairs]
+            two.results = [on_two for _, on_two in compact_pairs]
         return self
 
 
-def _by_key(uses: Iterable[ParamUse]) -> _ByKey:
-    """Index uses by their key and occurrence."""
+def _index_by_key(uses: Iterable[ParamUse]) -> _UsesByKey:
+    """Make a dict of uses of parameters, by their key and occurrence."""
     return {(use.key, use.occurrence): use for use in uses}
 
 
-def _compact(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+def _compact_tensors(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
     """Detach a tensor's two versions, and drop their values where the shapes alone show the layout.
 
-    Values are kept if a row has several entries on that axis, because they show the entries' order.
+    The values are kept if a row has several entries on the axis that counts the rows, because they
+    show the order of the entries.
 
     Args:
         one: the tensor when the model runs on one row.
         two: the tensor when the model runs on two rows.
+
+    Returns:
+        The two versions, detached; tensors without memory, on the meta device, if values are
+        dropped.
     """
-    grown = [a for a, b in zip(one.shape, two.shape, strict=False) if a != b]
-    if all(size == 1 for size in grown):
+    # The sizes, on one row, of the axes that count rows.
+    entries_per_row = [a for a, b in zip(one.shape, two.shape, strict=False) if a != b]
+    if all(size == 1 for size in entries_per_row):
         return torch.empty(one.shape, device="meta"), torch.empty(two.shape, device="meta")
     return one.detach(), two.detach()
 
@@ -284,12 +317,15 @@ class UseOrder:
         """List the parameters whose layers count, in an order that does not depend on the inputs.
 
         These are the parameters that the logits depend on, in order of first use; any that were
-        not traced come last. If the path through the model depends on the input, use and order vary
-        from batch to batch: then all selected parameters count, in the model's order.
+        not traced come last. If `fixed` is False, use and order vary from batch to batch: then all
+        selected parameters count, in the model's order.
 
         Args:
             used: names of parameters that the logits depend on.
             selected: names of all parameters that may count, in the model's order.
+
+        Returns:
+            Names of parameters.
         """
         if not self.fixed:
             return list(selected)

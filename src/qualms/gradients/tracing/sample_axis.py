@@ -6,14 +6,15 @@ tensor from a pass over two rows: the axis that doubles counts the rows, and the
 row show in which order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from qualms.gradients.batch import NotBatchable
 
-# Difference between a row's values alone and in a pair, as a share of the largest value.
+# The largest difference allowed between a row's values in a pass on that row alone and in a pass on
+# two rows, as a share of the row's largest value.
 TOLERANCE = 1e-2
 
 
@@ -21,55 +22,73 @@ TOLERANCE = 1e-2
 class Layout:
     """Which entries of a tensor belong to which row of the batch.
 
-    Row r has the entries r·per_row + j of `axis` (j < per_row), or j·rows + r if interleaved.
+    Along `axis`, entry j of row r (j < entries_per_row) has the index r·entries_per_row + j, or
+    j·num_rows + r if the rows are interleaved.
 
     Args:
         axis: the axis that counts the rows; None if there is a single row, which owns the whole
             tensor, whatever its shape.
-        rows: number of rows.
-        per_row: number of entries of each row.
-        interleaved: whether the entries of a row are `rows` apart, not next to each other.
+        num_rows: number of rows of the batch.
+        entries_per_row: number of entries that each row has along `axis`.
+        is_interleaved: whether the entries of a row are `num_rows` apart, not next to each other.
     """
 
     axis: int | None = None
-    rows: int = 1
-    per_row: int = 1
-    interleaved: bool = False
+    num_rows: int = 1
+    entries_per_row: int = 1
+    is_interleaved: bool = False
 
-    def leading(self, t: Tensor) -> Tensor:
-        """Move the row axis to the front, with a row's entries side by side: [rows·per_row, …]."""
+    def rows_first(self, t: Tensor) -> Tensor:
+        """Move the row axis to the front, with a row's entries next to each other.
+
+        Returns:
+            The tensor as [num_rows·entries_per_row, *other axes]; unchanged if `axis` is None.
+        """
         if self.axis is None:
             return t
         t = t.movedim(self.axis, 0)
-        if self.interleaved:
-            t = t.unflatten(0, (self.per_row, self.rows)).transpose(0, 1).flatten(0, 1)
+        if self.is_interleaved:
+            by_entry_and_row = t.unflatten(0, (self.entries_per_row, self.num_rows))
+            t = by_entry_and_row.transpose(0, 1).flatten(0, 1)
         return t
 
-    def part(self, t: Tensor, row: int) -> Tensor:
-        """Select the part of one row, in the shape it has when the model runs on that row alone."""
+    def select_row(self, t: Tensor, row: int) -> Tensor:
+        """Select the part of one row, in the shape it has when the model runs on that row alone.
+
+        Args:
+            t: a tensor with this layout.
+            row: index of the row.
+        """
         if self.axis is None:
             return t
-        if self.interleaved:
-            return t.unflatten(self.axis, (self.per_row, self.rows)).select(self.axis + 1, row)
-        return t.narrow(self.axis, row * self.per_row, self.per_row)
+        if self.is_interleaved:
+            by_entry_and_row = t.unflatten(self.axis, (self.entries_per_row, self.num_rows))
+            return by_entry_and_row.select(self.axis + 1, row)
+        return t.narrow(self.axis, row * self.entries_per_row, self.entries_per_row)
 
-    def join(self, parts: list[Tensor]) -> Tensor:
-        """Put the parts of all rows together, in order: the inverse of `part`."""
+    def join_rows(self, row_parts: list[Tensor]) -> Tensor:
+        """Join the parts of all rows to one tensor: the inverse of `select_row`.
+
+        Args:
+            row_parts: the part of each row, in order.
+        """
         if self.axis is None:
-            return parts[0]
-        if self.interleaved:
-            return torch.stack(parts, dim=self.axis + 1).flatten(self.axis, self.axis + 1)
-        return torch.cat(parts, dim=self.axis)
+            return row_parts[0]
+        if self.is_interleaved:
+            return torch.stack(row_parts, dim=self.axis + 1).flatten(self.axis, self.axis + 1)
+        return torch.cat(row_parts, dim=self.axis)
 
 
-def infer_layout(one: Tensor, two: Tensor, shape: torch.Size | None, rows: int) -> Layout | None:
+def infer_layout(
+    one: Tensor, two: Tensor, shape: torch.Size | None, num_rows: int
+) -> Layout | None:
     """Find which axis of a tensor counts the rows, by comparing a pass on one row with one on two.
 
     Args:
         one: the tensor when the model runs on the first row alone.
         two: the tensor when it runs on the first row and another one.
         shape: shape of the tensor in the batch, which must fit the layout; None if not known.
-        rows: number of rows of the batch.
+        num_rows: number of rows of the batch.
 
     Returns:
         The layout, or None if the tensor does not depend on the number of rows.
@@ -79,49 +98,50 @@ def infer_layout(one: Tensor, two: Tensor, shape: torch.Size | None, rows: int) 
     """
     if one.ndim != two.ndim:
         raise NotBatchable("the number of axes depends on the batch size")
-    # Axes whose size depends on the number of rows.
-    grown = [axis for axis in range(one.ndim) if one.shape[axis] != two.shape[axis]]
-    if not grown:
-        _require(shape is None or shape == one.shape)
+    # The axes whose size depends on the number of rows.
+    growing_axes = [axis for axis in range(one.ndim) if one.shape[axis] != two.shape[axis]]
+    if not growing_axes:
+        _require_clear(shape is None or shape == one.shape)
         return None
-    axis = grown[0]
-    per_row = one.shape[axis]
-    _require(len(grown) == 1 and two.shape[axis] == 2 * per_row)
-    expected = (*one.shape[:axis], rows * per_row, *one.shape[axis + 1 :])
-    _require(shape is None or tuple(shape) == expected)
-    if per_row == 1:
-        return Layout(axis, rows)
-    return Layout(axis, rows, per_row, interleaved=_is_interleaved(one, two, axis))
+    axis = growing_axes[0]
+    entries_per_row = one.shape[axis]
+    _require_clear(len(growing_axes) == 1 and two.shape[axis] == 2 * entries_per_row)
+    expected_shape = (*one.shape[:axis], num_rows * entries_per_row, *one.shape[axis + 1 :])
+    _require_clear(shape is None or tuple(shape) == expected_shape)
+    if entries_per_row == 1:
+        return Layout(axis, num_rows)
+    return Layout(axis, num_rows, entries_per_row, is_interleaved=_is_interleaved(one, two, axis))
 
 
 def _is_interleaved(one: Tensor, two: Tensor, axis: int) -> bool:
-    """Whether the first row's entries alternate with the second's, instead of coming before them.
+    """Whether the entries of two rows alternate along an axis, instead of row after row.
 
-    Values that fit both orders, such as position ids, do not decide. The entries of a row are then
-    assumed to be adjacent, as they are in nearly all models; if they are not, the later check of
-    the first rows' gradients fails.
+    If the values fit both orders, as position ids do, the entries of a row are assumed to be
+    adjacent, as they are in nearly all models. If they are not, the check of the first rows'
+    gradients in `gradients/plan.py` fails.
 
     Args:
         one: the tensor when the model runs on the first row alone.
         two: the tensor when the model runs on the first row and another one.
         axis: the axis that doubles from `one` to `two`.
     """
-    _require(one.numel() > 0)
-    per_row = one.shape[axis]
+    _require_clear(one.numel() > 0)
+    entries_per_row = one.shape[axis]
     first, pair = one.detach().double(), two.detach().double()
     max_difference = TOLERANCE * float(first.abs().max())
 
     def fits(layout: Layout) -> bool:
-        """Whether the first row's part of the pair has the values of the first row alone."""
-        return float((layout.part(pair, 0) - first).abs().max()) <= max_difference
+        """Whether a layout of the pair selects the values that the first row has alone."""
+        return float((layout.select_row(pair, 0) - first).abs().max()) <= max_difference
 
-    if fits(Layout(axis, 2, per_row)):
+    adjacent = Layout(axis, num_rows=2, entries_per_row=entries_per_row)
+    if fits(adjacent):
         return False
-    _require(fits(Layout(axis, 2, per_row, interleaved=True)))
+    _require_clear(fits(replace(adjacent, is_interleaved=True)))
     return True
 
 
-def _require(is_clear: bool) -> None:
-    """Raise NotBatchable unless a condition for identifying the batch axis holds."""
+def _require_clear(is_clear: bool) -> None:
+    """Raise NotBatchable unless a condition that identifies the batch axis of a tensor holds."""
     if not is_clear:
         raise NotBatchable("the batch axis of a tensor inside the model cannot be identified")

@@ -13,7 +13,13 @@ from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.single_sample import NO_PATH
 from qualms.gradients.tracing.factors import merge_slices
-from qualms.gradients.tracing.param_use import Reach, TracePair, UseOrder, Weights, nodes_behind
+from qualms.gradients.tracing.param_use import (
+    InnerNodes,
+    TracePair,
+    UseOrder,
+    Weights,
+    nodes_behind,
+)
 from qualms.gradients.tracing.recorder import Recorder
 from qualms.gradients.tracing.sample_ids import resolve_sample_ids
 
@@ -24,31 +30,39 @@ def trace_forward(
     """Run a model's forward pass under a recorder, with leaves in place of its parameters.
 
     Args:
-        model: the model.
-        model_input: the batch to run.
+        model: the model to run.
+        model_input: the batch to run the model on.
         weights: the leaves that replace the parameters.
         trace_pair: the same pass traced on one row and on two; None for a single row, and while
             these two are traced.
 
     Returns:
-        The logits [rows, c], and the recorder with the gradient factors of all parameters.
+        The logits [rows, classes], and the recorder with the gradient factors of all parameters.
 
     Raises:
         QualmsError: if the logits do not depend on any parameter.
         NotBatchable: if the rows cannot be separated, or a parameter is used where the recorder
             does not see it.
     """
-    rows, rows_per_sample = num_samples(model_input.batch), model_input.rows_per_sample
-    tensors = batch_tensors(model_input.batch)
-    recorder = Recorder(weights, tensors, rows, rows_per_sample, trace_pair)
+    num_rows = num_samples(model_input.batch)
+    recorder = Recorder(
+        weights,
+        inputs=batch_tensors(model_input.batch),
+        num_rows=num_rows,
+        rows_per_sample=model_input.rows_per_sample,
+        trace_pair=trace_pair,
+    )
     # TorchScript may read values, and branch on them, where the recorder does not see it.
     recorder.reads_values = any(map(_has_script, model.modules()))
     with all_parameters_differentiable(model):
         logits = forward_logits(model, model_input, recorder)
         if not logits.requires_grad:
             raise QualmsError(NO_PATH)
-        require_no_bypass(logits, [*model.parameters(), *weights.leaves.values()], recorder.reach)
-    recorder.factors += resolve_sample_ids(recorder.unbatched_ops, logits, rows // rows_per_sample)
+        require_no_bypass(
+            logits, [*model.parameters(), *weights.leaves.values()], recorder.inner_nodes
+        )
+    samples_in_batch = num_rows // model_input.rows_per_sample
+    recorder.factors += resolve_sample_ids(recorder.unbatched_ops, logits, samples_in_batch)
     recorder.factors = merge_slices(recorder.factors, weights)
     return logits, recorder
 
@@ -59,58 +73,61 @@ def record_forward(
     """Trace a forward pass on one row or two, with new leaves in place of the parameters.
 
     Args:
-        model: the model.
-        model_input: one row, or two.
-        selected: the parameters that leaves are made for, by name.
+        model: the model to run.
+        model_input: a batch of one row, or two.
+        selected: the parameters whose gradients are computed, by name; leaves replace them.
 
     Returns:
         The recorder, with all uses of the parameters, shapes of results and gradient factors.
     """
     weights = Weights.of(selected, model.parameters())
-    _, recorder = trace_forward(model, model_input, weights, None)
+    _, recorder = trace_forward(model, model_input, weights, trace_pair=None)
     return recorder
 
 
 def _has_script(module: nn.Module) -> bool:
-    """Whether a module is TorchScript, or has an attribute that is: no recorder sees inside."""
+    """Whether a module or one of its attributes is TorchScript, which no recorder sees inside."""
     scripts = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
     return any(isinstance(value, scripts) for value in (module, *vars(module).values()))
 
 
-def require_no_bypass(logits: Tensor, parameters: Iterable[Tensor], reach: Reach) -> None:
-    """Raise NotBatchable if a gradient reaches a parameter past the operations that were recorded.
+def require_no_bypass(
+    logits: Tensor, parameters: Iterable[Tensor], inner_nodes: InnerNodes
+) -> None:
+    """Raise NotBatchable if the logits depend on a parameter past the operations recorded.
 
-    Function modes do not see inside TorchScript, an autograd function, or a gradient taken in the
-    forward pass, but all of these show in the autograd graph.
+    The recorder, a function mode, does not see inside TorchScript, an autograd function, or a
+    gradient taken in the forward pass, but all of these show in the autograd graph.
 
     Args:
         logits: the logits, with their graph.
         parameters: the parameters, and the leaves that replaced them.
-        reach: which nodes of the graph may only be entered through an operation's result.
+        inner_nodes: which nodes of the graph may only be entered through an operation's result.
     """
     # Recorded uses take detached copies, so no path from the logits may end at a parameter.
-    forbidden, reached = set(map(id, parameters)), nodes_behind([logits.grad_fn])
-    if any(id(node.variable) in forbidden for node in reached if hasattr(node, "variable")):
-        raise NotBatchable("a parameter is used where it cannot be traced")
-    if any(
-        reach.bypasses_result(node, follower)
-        for node in reached
-        for follower, _ in node.next_functions
-    ):
-        raise NotBatchable("the forward pass computes gradients itself")
+    parameter_ids = {id(parameter) for parameter in parameters}
+    nodes = nodes_behind([logits.grad_fn])
+    for node in nodes:
+        # Only the nodes of leaves have a `variable`.
+        if id(getattr(node, "variable", None)) in parameter_ids:
+            raise NotBatchable("a parameter is used where it cannot be traced")
+    for node in nodes:
+        for next_node, _ in node.next_functions:
+            if inner_nodes.bypasses_result(node, next_node):
+                raise NotBatchable("the forward pass computes gradients itself")
 
 
-def require_uses_that_vary(model: nn.Module, on: ModelInput) -> None:
-    """Raise QualmsError if no input can use the selected parameters.
+def require_uses_that_vary(model: nn.Module, model_input: ModelInput) -> None:
+    """Raise QualmsError unless the parameters that a forward pass uses may depend on the input.
 
-    Called when rows were seen that use none of them. If the model's path does not depend on the
-    input, other rows use none either.
+    The caller has seen rows that use none of the selected parameters. If every pass uses the same
+    parameters, other rows use none of them either.
 
     Args:
-        model: the model.
-        on: a batch, of which the first row is traced.
+        model: the model to run.
+        model_input: a batch, of which the first row is traced.
     """
-    if use_order(model, on, dict(model.named_parameters())).fixed:
+    if use_order(model, model_input, dict(model.named_parameters())).fixed:
         raise QualmsError(
             "the forward pass uses none of the selected parameters; select more with `params`."
         )
@@ -120,20 +137,21 @@ def use_order(model: nn.Module, model_input: ModelInput, selected: dict[str, Ten
     """Find the order in which a forward pass over the first row uses the selected parameters.
 
     Args:
-        model: the model.
+        model: the model to run.
         model_input: a batch, of which the first row is run.
-        selected: the parameters, by name.
+        selected: the selected parameters, by name.
 
     Returns:
         The order; empty and not fixed if the model cannot be traced, or the first row uses none of
         the selected parameters.
     """
-
-    trace = partial(record_forward, model, model_input.take(slice(0, 1)), selected)
+    first_row = model_input.take(slice(0, 1))
     unknown = UseOrder([], fixed=False)
     try:
-        recorder = attempt("trace the first sample", trace)
-    # The first sample uses none of the selected parameters.
+        recorder = attempt(
+            "trace the first sample", partial(record_forward, model, first_row, selected)
+        )
+    # The first row uses none of the selected parameters.
     except QualmsError:
         return unknown
     return unknown if isinstance(recorder, Fallback) else recorder.use_order

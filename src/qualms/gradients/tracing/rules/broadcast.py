@@ -41,6 +41,8 @@ BROADCASTING = {
 def broadcast(call: OpCall, *args: Any, **kwargs: Any) -> Any:
     """Run y = f(p, x) with a copy p_r of p for each row r of x: ∂p = Σ_r ∂f/∂p_r δ_r.
 
+    p is a parameter, x depends on the input, and δ_r is the cotangent of y's row r.
+
     Args:
         call: the operation f.
         args: the operation's positional arguments, which `call` has too.
@@ -50,47 +52,57 @@ def broadcast(call: OpCall, *args: Any, **kwargs: Any) -> Any:
         y; NotImplemented, so that the general path runs it, if p cannot be expanded along the axis
         of y that counts the rows, or if only a single row is traced.
     """
-    layout = call.result_layout() if call.recorder.trace_pair else None
+    layout = call.find_result_layout() if call.recorder.trace_pair else None
     if layout is None:
         return NotImplemented
     params = [t for t in call.use.arguments if call.is_param(t)]
-    if any(call.layout(t) for t in params) or not _broadcasts(call, layout, params):
+    # A parameter with a layout was expanded by the model, and has a part for each row already.
+    if any(call.find_layout(p) for p in params) or not _can_broadcast(call, layout, params):
         return NotImplemented
     copies: dict[int, Tensor] = {}
-    for t in params:
-        copy = _expand(t, layout, call.result_ndim(), call.rows)
+    for p in params:
+        copy = _expand_along_rows(p, layout, call.result_ndim(), call.num_rows)
         if copy is None:
             return NotImplemented
-        copies[id(t)] = copy
-    for t in params:
-        gradient = Summed.broadcast(layout, call.samples, t.shape)
-        call.add_factor(t, [get_gradient_edge(copies[id(t)])], gradient)
-    return call.run_for_rows(lambda t: copies.get(id(t), t))
+        copies[id(p)] = copy
+    for p in params:
+        gradient = Summed.for_broadcast(layout, call.num_samples, p.shape)
+        call.add_factor(p, [get_gradient_edge(copies[id(p)])], gradient)
+    return call.run_with(lambda t: copies.get(id(t), t))
 
 
-def _broadcasts(call: OpCall, layout: Layout, params: list[Tensor]) -> bool:
+def _can_broadcast(call: OpCall, layout: Layout, params: list[Tensor]) -> bool:
     """Whether the operation broadcasts its arguments along the row axis of its result.
 
-    A matrix product does not broadcast its last two axes, so the rows must be on an axis before.
+    A matrix product does not broadcast its last two axes, so the rows must be on an earlier axis.
+
+    Args:
+        call: the operation.
+        layout: which axis of the operation's result counts the rows.
+        params: the parameters among the operation's arguments.
     """
     if not call.use.name.strip("_").endswith("matmul"):
         return True
     assert layout.axis is not None
-    return layout.axis < call.result_ndim() - 2 and all(t.ndim >= 2 for t in params)
+    return layout.axis < call.result_ndim() - 2 and all(p.ndim >= 2 for p in params)
 
 
-def _expand(t: Tensor, layout: Layout, ndim: int, rows: int) -> Tensor | None:
-    """Make a leaf that repeats a parameter along the row axis; None if the parameter has that axis.
+def _expand_along_rows(p: Tensor, layout: Layout, ndim: int, num_rows: int) -> Tensor | None:
+    """Make a leaf that repeats a parameter along the row axis of an operation's result.
 
     Args:
-        t: the parameter.
+        p: the parameter.
         layout: which axis of the operation's result counts the rows.
         ndim: number of axes of the result.
-        rows: number of rows of the batch.
+        num_rows: number of rows of the batch.
+
+    Returns:
+        The leaf; None if the parameter already has more than one entry on the row axis.
     """
-    shape = [1] * (ndim - t.ndim) + list(t.shape)
+    # Broadcasting adds missing axes at the front.
+    shape = [1] * (ndim - p.ndim) + list(p.shape)
     if len(shape) > ndim or layout.axis is None or shape[layout.axis] != 1:
         return None
-    padded = t.detach().reshape(shape)
-    shape[layout.axis] = layout.per_row * rows
-    return padded.expand(shape).requires_grad_()
+    with_all_axes = p.detach().reshape(shape)
+    shape[layout.axis] = layout.entries_per_row * num_rows
+    return with_all_axes.expand(shape).requires_grad_()

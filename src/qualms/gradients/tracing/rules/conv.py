@@ -1,7 +1,8 @@
-"""Rules for convolutions: the same sum over positions as for linear layers, with windows of a.
+"""Rules for convolutions: the same sum over positions as for linear layers, but over windows.
 
-A transposed convolution is a convolution run backwards: a sum over the positions of a, with windows
-of δ.
+With activations a and the cotangent δ of the result, the gradient of a convolution's weight is a
+sum over the positions of δ, with windows of a. A transposed convolution is a convolution run
+backwards: a sum over the positions of a, with windows of δ.
 """
 
 from __future__ import annotations
@@ -41,15 +42,21 @@ def conv(
 ) -> Any:
     """Run a convolution: ∂W[o, i, k] = Σ_t δ[o, t] a[i, entry k of the window at t], ∂b = Σ_t δ_t.
 
+    δ is the cotangent of the result, at positions t; o and i count output and input channels.
+
     Args:
-        call: `conv1d`, `conv2d` or `conv3d`.
-        input: a [n, groups·i, *space].
+        call: the operation `conv1d`, `conv2d` or `conv3d`.
+        input: the activations a [n, groups·i, *space].
         weight: W [o, i, *kernel].
         bias: b [o].
         stride: distance between neighboring windows.
         padding: number of zeros around the image.
         dilation: distance between the entries of a window.
         groups: number of groups of channels.
+
+    Returns:
+        The result; NotImplemented, so that the general path runs it, if another axis than the first
+        counts the rows.
     """
     return convolution(
         call,
@@ -78,11 +85,12 @@ def conv_transpose(
 ) -> Any:
     """Run a transposed convolution: ∂W[i, o, k] = Σ_t a[i, t] δ[o, entry k of the window at t].
 
-    ∂b[o] = Σ_t δ[o, t].
+    ∂b[o] = Σ_t δ[o, t]. δ is the cotangent of the result, and i and o count input and output
+    channels.
 
     Args:
-        call: `conv_transpose1d`, `conv_transpose2d` or `conv_transpose3d`.
-        input: a [n, groups·i, *space].
+        call: the operation `conv_transpose1d`, `conv_transpose2d` or `conv_transpose3d`.
+        input: the activations a [n, groups·i, *space], at positions t.
         weight: W [groups·i, o, *kernel].
         bias: b [groups·o].
         stride: distance between neighboring windows.
@@ -90,6 +98,10 @@ def conv_transpose(
         output_padding: size added to one side of the result; not read here, as the result has it.
         groups: number of groups of channels.
         dilation: distance between the entries of a window.
+
+    Returns:
+        The result; NotImplemented, so that the general path runs it, if another axis than the first
+        counts the rows.
     """
     return convolution(
         call,
@@ -117,23 +129,25 @@ def convolution(
     output_padding: Any,
     groups: int,
 ) -> Any:
-    """Run a convolution or a transposed one, in the form of aten, which exported graphs call.
+    """Run `aten::convolution`, a convolution or a transposed one, which exported graphs call.
 
     Args:
         call: the operation.
-        input: a [n, groups·i, *space].
-        weight: W, in the shape that `conv` or `conv_transpose` has.
-        bias: b.
+        input: the activations [n, groups·in_channels, *space].
+        weight: the weight, [out_channels, in_channels, *kernel], or with the first two axes swapped
+            if the convolution is transposed.
+        bias: the bias [out_channels].
         stride: distance between neighboring windows.
         padding: number of zeros around the image.
         dilation: distance between the entries of a window.
-        transposed: whether this is a transposed convolution, so that windows are cut from δ, not a.
+        transposed: whether this is a transposed convolution, so that windows are cut from the
+            cotangent of the result, not from the input.
         output_padding: size added to one side of the result; not read here, as the result has it.
         groups: number of groups of channels.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if rows are not on the first
-        axis of `a`.
+        The result; NotImplemented, so that the general path runs it, if another axis than the first
+        counts the rows.
     """
     geometry = Geometry.of(weight, stride, padding, dilation, groups)
     space = len(geometry.kernel)
@@ -143,27 +157,35 @@ def convolution(
     out = call.run()
     edge = get_gradient_edge(out)
     if call.is_param(weight):
-        images = _Images(input, weight, geometry, layout, call.samples)
+        images = _ConvInput(input, weight, geometry, layout, call.num_samples)
+        # Each channel is a group of its own.
+        is_depthwise = geometry.groups == weight.shape[0] > 1 and weight.shape[1] == 1
         gradient: Outer | Summed
         if transposed:
-            gradient = images.transposed()
-        elif geometry.groups == weight.shape[0] > 1 and weight.shape[1] == 1:
-            gradient = images.depthwise(out.shape[-space:])
+            gradient = images.build_transposed_gradient()
+        elif is_depthwise:
+            gradient = images.build_depthwise_gradient(out.shape[-space:])
         else:
-            gradient = images.plain(out.shape[-space:])
+            gradient = images.build_gradient(out.shape[-space:])
         call.add_factor(weight, [edge], gradient)
     if call.is_param(bias):
-        call.add_factor(bias, [edge], Summed.channels(call.samples, layout, bias, space=space))
+        bias_gradient = Summed.for_channels(call.num_samples, layout, bias, space=space)
+        call.add_factor(bias, [edge], bias_gradient)
     return out
 
 
 def _image_layout(call: OpCall, input: Tensor, space: int) -> Layout | None:
-    """Find the layout of images [n, channel, *space].
+    """Find which axis counts the rows of the images that a convolution takes.
 
-    None if another axis than the first counts the rows, or none does. A single row may also be one
-    image without a batch axis.
+    Args:
+        call: the convolution.
+        input: the images [n, channel, *space]; [channel, *space] is allowed for a single row.
+        space: number of spatial axes.
+
+    Returns:
+        The layout; None if another axis than the first counts the rows, or none does.
     """
-    layout = call.input_layout(input)
+    layout = call.find_input_layout(input)
     if layout is None or layout.axis is None:
         return layout
     has_batch_axis = input.ndim == space + 2
@@ -171,123 +193,149 @@ def _image_layout(call: OpCall, input: Tensor, space: int) -> Layout | None:
 
 
 @dataclass(frozen=True)
-class _Images:
-    """The input of a convolution, and the gradients that its weight may have.
+class _ConvInput:
+    """The input of a convolution; builds the gradient of the convolution's weight.
 
     Args:
-        input: a [n, channel, *space].
-        weight: W.
+        input: the images [n, channel, *space]; [channel, *space] is allowed for a single row.
+        weight: the weight, as the operation takes it.
         geometry: kernel, stride, dilation, padding and groups of the windows.
         layout: which axis of the input counts the rows.
-        samples: number of samples of the batch.
+        num_samples: number of samples of the batch.
     """
 
     input: Tensor
     weight: Tensor
     geometry: Geometry
     layout: Layout
-    samples: int
+    num_samples: int
 
     def by_row(self, t: Tensor) -> Tensor:
-        """Arrange images, or cotangents of them, as [n, channel, *space]."""
+        """Reshape the convolution's input, or a cotangent of its result, to [n, channel, *space].
+
+        The images are in the order of the rows. A single image gets the axis n.
+        """
         space = len(self.geometry.kernel)
-        return self.layout.leading(t).reshape(-1, *t.shape[-space - 1 :])
+        return self.layout.rows_first(t).reshape(-1, *t.shape[-space - 1 :])
 
     @property
     def images_per_sample(self) -> int:
         """Number of images of each sample."""
         space = len(self.geometry.kernel)
-        return math.prod(self.input.shape[: -space - 1]) // self.samples
+        return math.prod(self.input.shape[: -space - 1]) // self.num_samples
 
-    def depthwise(self, positions: tuple[int, ...]) -> Summed:
+    def build_depthwise_gradient(self, positions: tuple[int, ...]) -> Summed:
         """Build the gradient of a depthwise convolution, whose filters see one channel each.
 
         Args:
             positions: number of windows on each spatial axis.
         """
 
-        def write(d: Tensor) -> Tensor:
-            """Compute the gradients [b, c, 1, *kernel] from the cotangent of the result."""
-            images = self.by_row(self.input)
-            return depthwise_gradient(self.by_row(d), images, self.geometry, self.samples)
+        def correlate(cotangent: Tensor) -> Tensor:
+            """Compute the gradients [b, c, 1, *kernel], for b samples and c channels.
+
+            The argument is the cotangent of the convolution's result.
+            """
+            delta, images = self.by_row(cotangent), self.by_row(self.input)
+            return depthwise_gradient(delta, images, self.geometry, self.num_samples)
 
         numel = self.weight.numel()
         multiplications = self.images_per_sample * math.prod(positions) * numel
-        return Summed.from_cotangent(write, numel, multiplications)
+        return Summed.from_cotangent(correlate, numel, multiplications)
 
-    def plain(self, positions: tuple[int, ...]) -> Outer:
-        """Build the gradient of a convolution, Σ_t δ_t ⊗ (window of a at t).
+    def build_gradient(self, positions: tuple[int, ...]) -> Outer:
+        """Build the gradient of a convolution, Σ_t δ_t ⊗ (window of the input at t).
+
+        δ_t is the cotangent of the result at position t. In the shapes below, n counts images, t
+        positions, g groups, o and i output and input channels of a group, k entries of a window.
 
         Args:
             positions: number of windows on each spatial axis.
         """
         weight, geometry = self.weight, self.geometry
         kernel, groups = geometry.kernel, geometry.groups
-        features, count = weight.shape[0] // groups, math.prod(positions)
+        out_channels, in_channels = weight.shape[0] // groups, weight.shape[1]
+        num_positions, window_size = math.prod(positions), math.prod(kernel)
 
-        def grad_outputs(d: Tensor) -> Tensor:
-            """Arrange δ by position, as [n, t, g, o]."""
-            d = self.by_row(d).movedim(1, -1)
-            return d.reshape(d.shape[0], count, groups, features)
+        def arrange_cotangent(cotangent: Tensor) -> Tensor:
+            """Reshape the cotangent of the result to [n, t, g, o]."""
+            delta = self.by_row(cotangent).movedim(1, -1)
+            return delta.reshape(delta.shape[0], num_positions, groups, out_channels)
 
-        def activations() -> Tensor:
-            """Copy the windows of a, as [n, t, g, k·i]."""
+        def cut_windows() -> Tensor:
+            """Copy the windows of the input, as [n, t, g, k·i]."""
             return extract_windows(self.by_row(self.input), geometry)
 
-        def gram() -> Tensor:
-            """Compute aaᵀ from the inner products between pixels."""
-            return window_gram(at_least_float32(self.by_row(self.input)), geometry, self.samples)
+        def gram_from_pixels() -> Tensor:
+            """Compute the inner products between windows from those between pixels."""
+            images = at_least_float32(self.by_row(self.input))
+            return window_gram(images, geometry, self.num_samples)
 
         def arrange(grad: Tensor) -> Tensor:
-            """Arrange [b, g, o, k·i] in the weight's shape, as [b, g·o, i, *k]."""
-            grad = grad.flatten(1, 2).unflatten(-1, (*kernel, weight.shape[1]))
+            """Reshape the gradient [b, g, o, k·i] of b samples to [b, *weight.shape]."""
+            grad = grad.flatten(1, 2).unflatten(-1, (*kernel, in_channels))
             return grad.movedim(-1, 2)
 
-        def direct(d: Tensor) -> Tensor:
+        def compute_directly(cotangent: Tensor) -> Tensor:
             """Compute the gradient of a single sample without copies of the windows."""
-            return weight_gradient(self.by_row(d), self.by_row(self.input), weight, geometry)
+            delta, images = self.by_row(cotangent), self.by_row(self.input)
+            return weight_gradient(delta, images, weight, geometry)
 
-        window = math.prod(kernel)
-        pixels = geometry.count_pixels(self.input.shape[-len(kernel) :])
-        # aaᵀ from inner products between pixels, or between windows: whichever is cheaper
-        by_pixels = groups == 1 and pixels**2 < count**2 * window
+        # Inner products between all pixels, or between all windows: whichever is cheaper.
+        num_pixels = geometry.count_pixels(self.input.shape[-len(kernel) :])
+        is_gram_from_pixels = groups == 1 and num_pixels**2 < num_positions**2 * window_size
         sizes = OuterSizes(
-            self.images_per_sample * count, features, weight.shape[1] * window, groups
+            positions=self.images_per_sample * num_positions,
+            out_features=out_channels,
+            in_features=in_channels * window_size,
+            groups=groups,
         )
         return Outer(
-            grad_outputs,
-            activations,
-            arrange,
-            self.samples,
-            sizes,
-            fast_gram=gram if by_pixels else None,
-            direct=direct,
+            grad_outputs=arrange_cotangent,
+            activations=cut_windows,
+            arrange=arrange,
+            num_samples=self.num_samples,
+            sizes=sizes,
+            fast_gram=gram_from_pixels if is_gram_from_pixels else None,
+            direct=compute_directly,
         )
 
-    def transposed(self) -> Outer:
-        """Build the gradient of a transposed convolution, Σ_t (window of δ at t) ⊗ a_t."""
+    def build_transposed_gradient(self) -> Outer:
+        """Build the gradient of a transposed convolution, Σ_t (window of δ at t) ⊗ a_t.
+
+        δ is the cotangent of the result, and a_t the input at position t. In the shapes below, n
+        counts images, g groups, o and i output and input channels of a group, k window entries.
+        """
         weight, geometry = self.weight, self.geometry
         kernel, groups = geometry.kernel, geometry.groups
+        in_channels, out_channels = weight.shape[0] // groups, weight.shape[1]
         positions = self.input.shape[-len(kernel) :]
+        num_positions = positions.numel()
 
-        def grad_outputs(d: Tensor) -> Tensor:
-            """Cut the window of δ at each position of a, as [n, t, g, k·o]."""
-            return extract_windows(self.by_row(d), geometry, positions)
+        def cut_windows(cotangent: Tensor) -> Tensor:
+            """Copy the window of the cotangent at each position t, as [n, t, g, k·o]."""
+            return extract_windows(self.by_row(cotangent), geometry, positions)
 
-        def activations() -> Tensor:
-            """Arrange a by position, as [n, t, g, i]."""
-            a = self.by_row(self.input).movedim(1, -1)
-            return a.reshape(a.shape[0], positions.numel(), groups, -1)
+        def arrange_input() -> Tensor:
+            """Reshape the input to [n, t, g, i]."""
+            images = self.by_row(self.input).movedim(1, -1)
+            return images.reshape(images.shape[0], num_positions, groups, in_channels)
 
         def arrange(grad: Tensor) -> Tensor:
-            """Arrange [b, g, k·o, i] in the weight's shape, as [b, g·i, o, *k]."""
-            grad = grad.mT.flatten(1, 2).unflatten(-1, (*kernel, weight.shape[1]))
+            """Reshape the gradient [b, g, k·o, i] of b samples to [b, *weight.shape]."""
+            grad = grad.mT.flatten(1, 2).unflatten(-1, (*kernel, out_channels))
             return grad.movedim(-1, 2)
 
         sizes = OuterSizes(
-            self.images_per_sample * positions.numel(),
-            weight.shape[1] * math.prod(kernel),
-            weight.shape[0] // groups,
-            groups,
+            positions=self.images_per_sample * num_positions,
+            out_features=out_channels * math.prod(kernel),
+            in_features=in_channels,
+            groups=groups,
         )
-        return Outer(grad_outputs, activations, arrange, self.samples, sizes)
+        return Outer(
+            grad_outputs=cut_windows,
+            activations=arrange_input,
+            arrange=arrange,
+            num_samples=self.num_samples,
+            sizes=sizes,
+        )

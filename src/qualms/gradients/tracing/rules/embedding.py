@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from qualms.gradients.precision import at_least_float32
-from qualms.gradients.tracing.outer_product import Outer, OuterSizes, in_out
+from qualms.gradients.tracing.outer_product import Outer, OuterSizes, arrange_in_out
 
 if TYPE_CHECKING:
     from qualms.gradients.tracing.op_call import OpCall
@@ -25,12 +25,12 @@ def embedding(
 ) -> Any:
     """Run an embedding, y_t = W[id_t]: ∂W = Σ_t onehot(id_t) δ_tᵀ, zero in the padding row.
 
-    This is a product with one-hot vectors a_t, so ⟨a_t, a_t'⟩ is 1 where two positions have the
-    same id.
+    t are positions and δ_t the cotangent of y_t. This is a product of W with one-hot vectors a_t,
+    so ⟨a_t, a_t'⟩ is 1 if two positions t and t' have the same id, else 0.
 
     Args:
         call: the operation.
-        weight: W [v, o].
+        weight: W [vocabulary, features].
         input: the ids, integers of any shape.
         padding_idx: index of the row of W that gets no gradient.
         scale_grad_by_freq: the rule does not cover True: autograd then does not return the
@@ -41,34 +41,50 @@ def embedding(
         y; NotImplemented, so that the general path runs it, if the rule does not cover the
         arguments.
     """
-    layout = call.input_layout(input)
+    layout = call.find_input_layout(input)
     if layout is None or scale_grad_by_freq or not call.is_param(weight):
         return NotImplemented
     out = call.run()
-    samples = call.samples
+    num_samples = call.num_samples
     vocabulary, features = weight.shape
 
-    def ids() -> Tensor:
-        """Arrange the ids by sample, as [b, t]."""
-        # F.embedding takes int32 too, F.one_hot does not
-        return layout.leading(input).reshape(samples, -1).long()
+    def arrange_ids() -> Tensor:
+        """Reshape the ids to [samples, positions]."""
+        # F.embedding takes int32 too, F.one_hot does not.
+        return layout.rows_first(input).reshape(num_samples, -1).long()
 
-    def grad_outputs(d: Tensor) -> Tensor:
-        """Arrange δ by sample, as [b, t, 1, o], with zeros at padding."""
-        d = layout.leading(d).reshape(samples, -1, 1, features)
-        return d * (ids() != padding_idx)[:, :, None, None]
+    def arrange_cotangent(cotangent: Tensor) -> Tensor:
+        """Reshape δ to [samples, positions, 1, features], with zeros at padding."""
+        delta = layout.rows_first(cotangent).reshape(num_samples, -1, 1, features)
+        is_token = arrange_ids() != padding_idx
+        return delta * is_token[:, :, None, None]
 
-    def activations() -> Tensor:
-        """Write out the one-hot vectors, as [b, t, 1, v]."""
-        return F.one_hot(ids(), vocabulary).to(weight.dtype).unsqueeze(2)
+    def one_hot() -> Tensor:
+        """Write out the one-hot vectors, as [samples, positions, 1, vocabulary]."""
+        return F.one_hot(arrange_ids(), vocabulary).to(weight.dtype).unsqueeze(2)
 
-    def gram() -> Tensor:
-        """Compare the ids of all pairs of positions: 1 where they are the same, [b, t, t]."""
-        i = ids()
-        same_id = i[:, :, None] == i[:, None, :]
-        return same_id.to(at_least_float32(weight).dtype)
+    def compare_ids() -> Tensor:
+        """Compute the Gram matrix of the one-hot vectors, [samples, positions, positions].
 
-    sizes = OuterSizes(input.numel() // samples, features, vocabulary, 1)
-    outer = Outer(grad_outputs, activations, in_out, samples, sizes, fast_gram=gram)
+        It is 1 where two positions have the same id, else 0.
+        """
+        ids = arrange_ids()
+        is_same = ids[:, :, None] == ids[:, None, :]
+        return is_same.to(at_least_float32(weight).dtype)
+
+    sizes = OuterSizes(
+        positions=input.numel() // num_samples,
+        out_features=features,
+        in_features=vocabulary,
+        groups=1,
+    )
+    outer = Outer(
+        grad_outputs=arrange_cotangent,
+        activations=one_hot,
+        arrange=arrange_in_out,
+        num_samples=num_samples,
+        sizes=sizes,
+        fast_gram=compare_ids,
+    )
     call.add_factor(weight, [get_gradient_edge(out)], outer)
     return out

@@ -1,4 +1,7 @@
-"""Rules for products with a weight matrix: ∂W = Σ_t δ_t a_tᵀ."""
+"""Rules for products with a weight matrix W: ∂W = Σ_t δ_t a_tᵀ.
+
+a_t is the input of the product, and δ_t the cotangent of its result, at position t.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from qualms.gradients.tracing.factors import Summed
-from qualms.gradients.tracing.outer_product import Outer, in_out, out_in
+from qualms.gradients.tracing.outer_product import Outer, arrange_in_out, arrange_out_in
 from qualms.gradients.tracing.rules.broadcast import broadcast
 
 if TYPE_CHECKING:
@@ -16,40 +19,43 @@ if TYPE_CHECKING:
 
 
 def linear(call: OpCall, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """Run a linear layer, y_t = W a_t + b: ∂W = Σ_t δ_t a_tᵀ, ∂b = Σ_t δ_t.
+    """Run a linear layer, y_t = W a_t + b, with ∂W = Σ_t δ_t a_tᵀ and ∂b = Σ_t δ_t.
+
+    δ_t is the cotangent of y_t at position t.
 
     Args:
         call: the operation.
-        input: a [..., f].
-        weight: W [o, f].
-        bias: b [o].
+        input: the activations a [..., in_features].
+        weight: W [out_features, in_features].
+        bias: b [out_features].
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if W is a vector, or if no
-        axis of `a`, or its last one, counts the rows.
+        y; NotImplemented, so that the general path runs it, if W is a vector, or if no axis of the
+        input, or its last one, counts the rows.
     """
     if weight.ndim != 2:
         return NotImplemented
-    return _run(call, input, weight, bias, out_axis=0)
+    return _run_product(call, input, weight, bias, out_axis=0)
 
 
 def matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
     """Run a matrix product with the parameter on the right, y_t = a_t W: ∂W = Σ_t a_t δ_tᵀ.
 
-    If the parameter is on the left, or W is not a matrix, the rule `broadcast` runs it.
+    δ_t is the cotangent of y_t at position t. If the parameter is on the left, or W is not a
+    matrix, the rule `broadcast` runs the product.
 
     Args:
         call: the operation.
-        input: a [..., f].
-        other: W [f, o].
+        input: the activations a [..., in_features].
+        other: W [in_features, out_features].
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if no axis of `a`, or its last
+        y; NotImplemented, so that the general path runs it, if no axis of the input, or its last
         one, counts the rows.
     """
     if call.is_param(input) or other.ndim != 2 or input.ndim < 2:
         return broadcast(call, input, other)
-    return _run(call, input, other, None, out_axis=1)
+    return _run_product(call, input, other, bias=None, out_axis=1)
 
 
 def addmm(
@@ -57,84 +63,99 @@ def addmm(
 ) -> Any:
     """Run y_t = b + a_t W, a linear layer with Wᵀ: ∂W = Σ_t a_t δ_tᵀ, ∂b = Σ_t δ_t.
 
+    δ_t is the cotangent of y_t at position t.
+
     Args:
         call: the operation.
-        input: b [o].
-        mat1: a [t, f].
-        mat2: W [f, o].
+        input: b [out_features].
+        mat1: the activations a [positions, in_features].
+        mat2: W [in_features, out_features].
         beta: scale of b; the rule covers 1 alone.
         alpha: scale of the product; the rule covers 1 alone.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if the rule does not cover it.
+        y; NotImplemented, so that the general path runs it, if the rule does not cover it.
     """
     if beta != 1 or alpha != 1 or input.ndim != 1:
         return NotImplemented
-    return _run(call, mat1, mat2, input, out_axis=1)
+    return _run_product(call, mat1, mat2, bias=input, out_axis=1)
 
 
-def _run(call: OpCall, a: Tensor, weight: Tensor, bias: Tensor | None, out_axis: int) -> Any:
-    """Run a product and add the factors of its parameters.
+def _run_product(
+    call: OpCall, activations: Tensor, weight: Tensor, bias: Tensor | None, out_axis: int
+) -> Any:
+    """Run a product of activations with a weight matrix, and add the factors of its parameters.
 
     Args:
         call: the operation.
-        a: input of the product [..., f].
-        weight: W [o, f] or [f, o].
-        bias: b [o].
-        out_axis: the axis of W that counts the features o of the product.
+        activations: input of the product, [..., in_features].
+        weight: the matrix; its axes count the features of the input and of the product.
+        bias: the bias [out_features].
+        out_axis: the axis of the weight that counts the features of the product.
 
     Returns:
-        The result; NotImplemented if no axis of `a`, or its last one, counts the rows.
+        The product; NotImplemented if no axis of the activations, or the last one, counts the rows.
     """
-    layout = call.input_layout(a)
-    if layout is None or layout.axis == a.ndim - 1:
+    layout = call.find_input_layout(activations)
+    if layout is None or layout.axis == activations.ndim - 1:
         return NotImplemented
     out = call.run()
     edge = get_gradient_edge(out)
     if call.is_param(weight):
-        arrange = in_out if out_axis else out_in
-        features = weight.shape[out_axis]
-        outer = Outer.product(call.samples, layout, a, features, arrange)
-        call.add_factor(weight, [edge], outer)
+        gradient = Outer.for_product(
+            call.num_samples,
+            layout,
+            activations,
+            out_features=weight.shape[out_axis],
+            arrange=arrange_in_out if out_axis == 1 else arrange_out_in,
+        )
+        call.add_factor(weight, [edge], gradient)
     if call.is_param(bias):
-        call.add_factor(bias, [edge], Summed.trailing(call.samples, layout, bias))
+        call.add_factor(bias, [edge], Summed.for_trailing_axes(call.num_samples, layout, bias))
     return out
 
 
 def unbatched_linear(
     call: OpCall, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Any:
-    """Run `linear` where no axis counts the rows: the same sums over each sample's positions.
+    """Run a linear layer where no axis counts the rows, such as an expert on its routed tokens.
+
+    The gradients are the sums of the rule `linear`, over the positions found for each sample.
 
     Args:
         call: the operation.
-        input: a [..., f].
-        weight: W [o, f].
-        bias: b [o].
+        input: the activations [..., in_features].
+        weight: the weight [out_features, in_features].
+        bias: the bias [out_features].
 
     Returns:
         The result; NotImplemented, so that autograd's derivative is used, if the parameter is the
-        input or W is a vector.
+        input or the weight is a vector.
     """
     if call.is_param(input) or weight.ndim != 2:
         return NotImplemented
-    gradients = {id(weight): lambda ids: ids.product(input, out_in)}
+    builders = {id(weight): lambda sample_ids: sample_ids.for_product(input, arrange_out_in)}
     if bias is not None:
-        gradients[id(bias)] = lambda ids: ids.total(bias)
-    return call.run_unbatched(gradients)
+        builders[id(bias)] = lambda sample_ids: sample_ids.for_bias(bias)
+    return call.run_unbatched(builders)
 
 
 def unbatched_matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
-    """Run `matmul` where no axis counts the rows: the same sum over each sample's positions.
+    """Run a matrix product where no axis counts the rows, such as an expert on its routed tokens.
+
+    The gradient is the sum of the rule `matmul`, over the positions found for each sample.
 
     Args:
         call: the operation.
-        input: a [..., f].
-        other: W [f, o].
+        input: the activations [..., in_features], of two axes or more.
+        other: the weight [in_features, out_features].
 
     Returns:
-        The result; NotImplemented, so that autograd's derivative is used, for other products.
+        The result; NotImplemented, so that autograd's derivative is used, if the parameter is on
+        the left or an argument has another number of axes.
     """
     if call.is_param(input) or other.ndim != 2 or input.ndim < 2:
         return NotImplemented
-    return call.run_unbatched({id(other): lambda ids: ids.product(input, in_out)})
+    return call.run_unbatched(
+        {id(other): lambda sample_ids: sample_ids.for_product(input, arrange_in_out)}
+    )

@@ -1,6 +1,7 @@
-"""Rules for normalizations and PReLU: ∂γ = Σ_t δ_t x̂_t, ∂β = Σ_t δ_t.
+"""Rules for normalizations and PReLU, γ x̂ + β: ∂γ = Σ_t δ_t x̂_t, ∂β = Σ_t δ_t.
 
 x̂ is the tensor that γ multiplies: the normalized input, or for PReLU the input's negative part.
+δ_t is the cotangent of the result at position t.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """Run batch normalization with running statistics: x̂ = (x - μ) / √(σ² + ε).
+    """Run batch normalization with running statistics, γ x̂ + β with x̂ = (x - μ) / √(σ² + ε).
 
     With batch statistics a sample's result depends on the whole batch; no rule can cover that.
 
@@ -50,18 +51,20 @@ def batch_norm(
         cudnn_enabled: not used.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, with batch statistics.
+        The result; NotImplemented, so that the general path runs it, if batch statistics are used,
+        or if another axis than the first counts the rows.
     """
     if training or running_mean is None or running_var is None:
         return NotImplemented
 
     def normalize() -> Tensor:
-        """Compute x̂, in the shape of x."""
-        shape = (1, -1) + (1,) * (input.ndim - 2)
-        factor = (running_var + eps).rsqrt()
-        return (input - running_mean.reshape(shape)) * factor.reshape(shape)
+        """Compute x̂ = (x - μ) / √(σ² + ε), in the shape of x."""
+        channel_shape = (1, -1) + (1,) * (input.ndim - 2)
+        inverse_std = (running_var + eps).rsqrt()
+        centered = input - running_mean.reshape(channel_shape)
+        return centered * inverse_std.reshape(channel_shape)
 
-    return _channel_affine(call, input, weight, bias, normalize)
+    return _run_channel_affine(call, input, weight, bias, normalize)
 
 
 def group_norm(
@@ -73,7 +76,9 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Any:
-    """Run group normalization: x̂ = (x - μ) / √(σ² + ε), over each group of a row's channels.
+    """Run group normalization, γ x̂ + β with x̂ = (x - μ) / √(σ² + ε).
+
+    Mean μ and variance σ² are taken over each group of a row's channels.
 
     Args:
         call: the operation.
@@ -83,9 +88,13 @@ def group_norm(
         bias: β [channel].
         eps: ε.
         cudnn_enabled: not used.
+
+    Returns:
+        The result; NotImplemented, so that the general path runs it, if another axis than the first
+        counts the rows.
     """
     normalize = partial(F.group_norm, input, num_groups, eps=eps)
-    return _channel_affine(call, input, weight, bias, normalize)
+    return _run_channel_affine(call, input, weight, bias, normalize)
 
 
 def instance_norm(
@@ -100,7 +109,9 @@ def instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """Run instance normalization: x̂ = (x - μ) / √(σ² + ε), over each channel of a row.
+    """Run instance normalization, γ x̂ + β with x̂ = (x - μ) / √(σ² + ε).
+
+    Mean μ and variance σ² are taken over each channel of a row, or are running statistics.
 
     Args:
         call: the operation.
@@ -113,10 +124,21 @@ def instance_norm(
         momentum: momentum of the running statistics.
         eps: ε.
         cudnn_enabled: not used.
+
+    Returns:
+        The result; NotImplemented, so that the general path runs it, if another axis than the first
+        counts the rows.
     """
-    statistics = running_mean, running_var, None, None, use_input_stats, momentum, eps
-    normalize = partial(F.instance_norm, input, *statistics)
-    return _channel_affine(call, input, weight, bias, normalize)
+    normalize = partial(
+        F.instance_norm,
+        input,
+        running_mean,
+        running_var,
+        use_input_stats=use_input_stats,
+        momentum=momentum,
+        eps=eps,
+    )
+    return _run_channel_affine(call, input, weight, bias, normalize)
 
 
 def layer_norm(
@@ -128,7 +150,9 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Any:
-    """Run layer normalization: x̂ = (x - μ) / √(σ² + ε), over the last axes.
+    """Run layer normalization, γ x̂ + β with x̂ = (x - μ) / √(σ² + ε).
+
+    Mean μ and variance σ² are taken over the last axes.
 
     Args:
         call: the operation.
@@ -138,9 +162,13 @@ def layer_norm(
         bias: β [*normalized_shape].
         eps: ε.
         cudnn_enable: not used.
+
+    Returns:
+        The result; NotImplemented, so that the general path runs it, if there are no parameters or
+        a normalized axis counts the rows.
     """
     normalize = partial(F.layer_norm, input, normalized_shape, eps=eps)
-    return _trailing_affine(call, input, weight, bias, normalize)
+    return _run_trailing_affine(call, input, weight, bias, normalize)
 
 
 def rms_norm(
@@ -150,7 +178,9 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Any:
-    """Run root-mean-square normalization: x̂ = x / √(mean x² + ε), over the last axes.
+    """Run root-mean-square normalization, γ x̂ with x̂ = x / √(mean x² + ε).
+
+    The mean is taken over the last axes.
 
     Args:
         call: the operation.
@@ -158,13 +188,19 @@ def rms_norm(
         normalized_shape: sizes of the last axes.
         weight: γ [*normalized_shape].
         eps: ε.
+
+    Returns:
+        The result; NotImplemented, so that the general path runs it, if there are no parameters or
+        a normalized axis counts the rows.
     """
     normalize = partial(F.rms_norm, input, normalized_shape, eps=eps)
-    return _trailing_affine(call, input, weight, None, normalize)
+    return _run_trailing_affine(call, input, weight, None, normalize)
 
 
 def prelu(call: OpCall, input: Tensor, weight: Tensor) -> Any:
-    """Run PReLU, max(x, 0) + w min(x, 0): ∂w = Σ_t δ_t min(x_t, 0), for each channel or for all.
+    """Run PReLU, y = max(x, 0) + w min(x, 0): ∂w = Σ_t δ_t min(x_t, 0), per channel or for all.
+
+    δ_t is the cotangent of y at position t. The gradient is that of a scale w of min(x, 0).
 
     Args:
         call: the operation.
@@ -177,26 +213,28 @@ def prelu(call: OpCall, input: Tensor, weight: Tensor) -> Any:
     """
 
     def negative_part() -> Tensor:
-        """Compute min(x, 0), which stands in for x̂."""
+        """Compute min(x, 0), the tensor that the weight multiplies."""
         return input.detach().clamp_max(0)
 
     if weight.numel() > 1:
-        return _channel_affine(call, input, weight, None, negative_part)
-    layout = call.input_layout(input)
+        return _run_channel_affine(call, input, weight, None, negative_part)
+    layout = call.find_input_layout(input)
     if layout is None:
         return NotImplemented
-    summed = partial(Summed.trailing, call.samples, layout)
-    return _affine(call, weight, None, negative_part, summed)
+    build_gradient = partial(Summed.for_trailing_axes, call.num_samples, layout)
+    return _run_affine(call, weight, None, negative_part, build_gradient)
 
 
-def _channel_affine(
+def _run_channel_affine(
     call: OpCall,
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     normalize: Callable[[], Tensor],
 ) -> Any:
-    """Run γ_c x̂ + β_c, with one γ_c and β_c for each channel, and add the factors of γ and β.
+    """Run a normalization γ_c x̂ + β_c, with one scale γ_c and bias β_c for each channel c.
+
+    x̂ is the normalized input. The gradient factors of γ and β are added to the recorder.
 
     Args:
         call: the operation.
@@ -208,21 +246,23 @@ def _channel_affine(
     Returns:
         The result; NotImplemented if another axis than the first counts the rows, or none does.
     """
-    layout = call.input_layout(input)
+    layout = call.find_input_layout(input)
     if layout is None or layout.axis not in (None, 0):
         return NotImplemented
-    summed = partial(Summed.channels, call.samples, layout, space=input.ndim - 2)
-    return _affine(call, weight, bias, normalize, summed)
+    build_gradient = partial(Summed.for_channels, call.num_samples, layout, space=input.ndim - 2)
+    return _run_affine(call, weight, bias, normalize, build_gradient)
 
 
-def _trailing_affine(
+def _run_trailing_affine(
     call: OpCall,
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     normalize: Callable[[], Tensor],
 ) -> Any:
-    """Run γ x̂ + β, with γ and β in the shape of the last axes of x, and add their factors.
+    """Run a normalization γ x̂ + β, with scale γ and bias β in the shape of the last axes of x.
+
+    x̂ is the normalized input. The gradient factors of γ and β are added to the recorder.
 
     Args:
         call: the operation.
@@ -235,52 +275,55 @@ def _trailing_affine(
         The result; NotImplemented if there is neither γ nor β, if an axis that γ or β has counts
         the rows, or if no axis does.
     """
-    layout = call.input_layout(input)
+    layout = call.find_input_layout(input)
     parameter = weight if weight is not None else bias
     if layout is None or parameter is None:
         return NotImplemented
     if layout.axis is not None and layout.axis >= input.ndim - parameter.ndim:
         return NotImplemented
-    return _affine(call, weight, bias, normalize, partial(Summed.trailing, call.samples, layout))
+    build_gradient = partial(Summed.for_trailing_axes, call.num_samples, layout)
+    return _run_affine(call, weight, bias, normalize, build_gradient)
 
 
-def _affine(
+def _run_affine(
     call: OpCall,
     weight: Tensor | None,
     bias: Tensor | None,
     normalize: Callable[[], Tensor],
-    summed: Callable[..., Summed],
+    build_gradient: Callable[..., Summed],
 ) -> Any:
-    """Run a normalization, add the factors of its parameters, and return the result.
+    """Run a normalization γ x̂ + β, add the gradient factors of γ and β, and return the result.
 
     Args:
         call: the operation.
-        weight: γ; None if there is none.
-        bias: β; None if there is none.
-        normalize: returns x̂, in the shape of the result.
-        summed: builds the gradient of a parameter, from the parameter and a `scale` for δ.
+        weight: the scale γ; None if there is none.
+        bias: the bias β; None if there is none.
+        normalize: returns the normalized input x̂, in the shape of the result.
+        build_gradient: builds the gradient of a parameter, from the parameter and `get_scale`, a
+            function that returns what the cotangent is multiplied by: x̂ for γ, 1 by default.
     """
     out = call.run()
     edge = get_gradient_edge(out)
     if call.is_param(weight):
-        call.add_factor(weight, [edge], summed(weight, scale=_once(normalize)))
+        get_scale = _compute_once(normalize)
+        call.add_factor(weight, [edge], build_gradient(weight, get_scale=get_scale))
     if call.is_param(bias):
-        call.add_factor(bias, [edge], summed(bias))
+        call.add_factor(bias, [edge], build_gradient(bias))
     return out
 
 
-def _once(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def _compute_once(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Wrap a function so that it runs at the first call alone; later calls return the same tensor.
 
-    The tensor has at least 32 bits. x̂ is the same for all classes, and may not be needed at all.
+    The tensor has at least 32 bits and no graph. All classes share it, and it may never be needed.
     """
-    kept: list[Tensor] = []
+    results: list[Tensor] = []
 
     def get() -> Tensor:
-        """Return the kept result, computed without a graph at the first call."""
-        if not kept:
+        """Return the tensor; compute it if this is the first call."""
+        if not results:
             with torch.no_grad():
-                kept.append(at_least_float32(compute()))
-        return kept[0]
+                results.append(at_least_float32(compute()))
+        return results[0]
 
     return get

@@ -29,27 +29,30 @@ class _Layer(torch.autograd.Function):
     """One recurrent layer in one direction, with both modes of differentiation.
 
     Returns h of all steps, for an LSTM also c after the last step, and the coefficients of the
-    derivative. `shift`, all zero, stands for a term added to the gates p, so its gradient is their
-    cotangent δ. The gradients of weights follow from δ and are not computed here.
+    derivative. The argument `zeros` stands for a term added to the gates' pre-activations p, so its
+    gradient is their cotangent δ. The gradients of weights follow from δ and are not computed here.
     """
 
     @staticmethod
     def forward(
         kind: str,
         x: Tensor,
-        shift: Tensor | None,
+        zeros: Tensor | None,
         w: Tensor,
         u: Tensor,
         b: Tensor | None,
         b_state: Tensor | None,
         *state: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run all steps.
+        """Run all steps of one layer.
+
+        Shapes have t steps, n rows, f input features, h hidden features and g gate entries.
 
         Args:
             kind: kind of layer, a key of `RECURSIONS`.
             x: input of all steps [t, n, f].
-            shift: zeros [t, n, g], whose gradient is δ; None if δ is not wanted.
+            zeros: zeros [t, n, g], whose gradient is δ, the cotangent of the gates'
+                pre-activations; None if δ is not wanted.
             w: weight W [g, f] of the input.
             u: weight U [g, h] of the state.
             b: bias b [g], for an LSTM or RNN the sum of both biases.
@@ -58,62 +61,66 @@ class _Layer(torch.autograd.Function):
 
         Returns:
             h of all steps [t, n, h], for an LSTM then c after the last step [n, h], then the
-            coefficients.
+            coefficients of the derivative.
         """
-        h, last, coefficients = RECURSIONS[kind].run(_linear(x, w, b), u, b_state, state)
-        # Last: (h,), or (h, c) of an LSTM.
-        return h, *last[1:], *coefficients
+        p = _apply_linear(x, w, b)
+        h, last_state, coefficients = RECURSIONS[kind].run(p, u, b_state, state)
+        # The last h is part of `h` already; what follows it is the c of an LSTM.
+        return h, *last_state[1:], *coefficients
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save what both modes of differentiation need.
+        """Save what `backward` and `jvp` need, as torch asks of an autograd function.
 
         Args:
-            ctx: torch's object that `backward` and `jvp` get.
+            ctx: torch's object that is passed to `backward` and `jvp`.
             inputs: the arguments of `forward`.
             output: what `forward` returned: h, c of an LSTM, and the coefficients.
         """
         ctx.kind, x, _, w, u, _, _, *state = inputs
         h, coefficients = output[0], output[len(state) :]
+        # Pass None instead of zeros for a cotangent or tangent that is zero.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*coefficients)
-        ctx.shape, ctx.cells = h.shape, len(state) - 1
-        # X, so that a change in place is noticed.
+        # The state of an LSTM has two parts, h and c.
+        ctx.h_shape, ctx.has_cell_state = h.shape, len(state) == 2
+        # x is not read, but torch then raises if it was changed in place.
         ctx.save_for_backward(x, w, u, *coefficients)
         ctx.save_for_forward(x, w, u, state[0], h, *coefficients)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dh: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
-        """Pull the cotangents of h and c back to x, the shift (this is δ) and the first state.
+    def backward(ctx: Any, dh: Tensor | None, *further: Tensor | None) -> tuple[Any, ...]:
+        """Pull the cotangents of h and c back to the arguments x, `zeros` and the first state.
 
         Args:
-            ctx: what `setup_context` kept.
+            ctx: what `setup_context` saved.
             dh: cotangents of h at all steps; None if h is unused.
-            others: the cotangent of c after the last step for an LSTM, then None for each
+            further: the cotangent of c after the last step for an LSTM, then None for each
                 coefficient.
 
         Returns:
             A cotangent for each argument of `forward`; None for the kind, the weights and biases.
         """
-        # W, U, b, b': called with detached weights.
+        # W, U, b and b' are detached by the caller.
         assert not any(ctx.needs_input_grad[3:7])
         _, w, u, *coefficients = ctx.saved_tensors
         if dh is None:
-            dh = u.new_zeros(ctx.shape)
-        dc = others[0] if ctx.cells else None
-        delta, state = RECURSIONS[ctx.kind].pull(tuple(coefficients), u, dh, dc)
+            dh = u.new_zeros(ctx.h_shape)
+        dc = further[0] if ctx.has_cell_state else None
+        # delta is the cotangent of the gates' pre-activations p = W x + b, and of `zeros`.
+        delta, dstate = RECURSIONS[ctx.kind].pull(tuple(coefficients), u, dh, dc)
         dx = None
         if ctx.needs_input_grad[1]:
-            dx = _linear(delta, w.t(), None)
-        return None, dx, delta, None, None, None, None, *state
+            dx = _apply_linear(delta, w.t(), None)
+        return None, dx, delta, None, None, None, None, *dstate
 
     @staticmethod
     def jvp(
         ctx: Any,
         _: Any,
         dx: Tensor | None,
-        dshift: None,
+        dzeros: None,
         dw: Tensor | None,
         du: Tensor | None,
         db: Tensor | None,
@@ -123,9 +130,10 @@ class _Layer(torch.autograd.Function):
         """Push the tangents of all inputs forward to h, and to c after the last step.
 
         Args:
-            ctx: what `setup_context` kept.
+            ctx: what `setup_context` saved.
+            _: None; the kind of layer has no tangent.
             dx: tangent of x.
-            dshift: None; the shift has no tangent.
+            dzeros: None; `zeros` has no tangent.
             dw: tangent of W.
             du: tangent of U.
             db: tangent of b.
@@ -135,42 +143,59 @@ class _Layer(torch.autograd.Function):
         Returns:
             A tangent for each output of `forward`; None for the coefficients.
         """
-        x, w, u, first, h, *coefficients = ctx.saved_tensors
-        # LSTM, RNN: U h' + b' adds directly to p, and b' is already part of b; a GRU scales it by r
-        # (state_scale).
+        x, w, u, first_h, h, *coefficients = ctx.saved_tensors
+        # Tangents of the gates' pre-activations p = W x + b and q = U h' + b', at fixed states h'
+        # before each step. They are sums of products with one tangent: x dWᵀ, dx Wᵀ and h' dUᵀ.
+        input_products = [(x, dw), (dx, w)]
+        state_products = [(shift_steps(first_h, h), du)]
         scale = state_scale(ctx.kind, tuple(coefficients))
-        of_input, of_state = [(x, dw), (dx, w)], [(shift_steps(first, h), du)]
         if scale is None:
-            dp = _tangent([*of_input, *of_state], db, u, h)
+            # LSTM, RNN: the gates take p + q, and b' is part of b already.
+            dp = _sum_products([*input_products, *state_products], db, u, h)
         else:
-            dq = _tangent(of_state, db_state, u, h)
-            dp = torch.addcmul(_tangent(of_input, db, u, h), dq, scale)
-        state = tuple(torch.zeros_like(first) if d is None else d for d in dstate)
-        dh, last_state = RECURSIONS[ctx.kind].push(tuple(coefficients), u, dp, state)
-        dc_last = last_state[1:]  # of an LSTM; else empty
+            # GRU: the gates take p + scale · q.
+            dq = _sum_products(state_products, db_state, u, h)
+            dp = torch.addcmul(_sum_products(input_products, db, u, h), dq, scale)
+        first_dstate = tuple(torch.zeros_like(first_h) if d is None else d for d in dstate)
+        dh, last_dstate = RECURSIONS[ctx.kind].push(tuple(coefficients), u, dp, first_dstate)
+        last_dc = last_dstate[1:]  # of an LSTM; else empty
         no_tangents = [None] * len(coefficients)
-        return dh, *dc_last, *no_tangents
+        return dh, *last_dc, *no_tangents
 
 
-def _linear(x: Float[Tensor, "t n f"], weight: Tensor, bias: Tensor | None) -> Gates:
-    """Compute x Wᵀ + b as one matrix product: with three axes torch may run one for each step."""
+def _apply_linear(x: Float[Tensor, "t n f"], weight: Tensor, bias: Tensor | None) -> Gates:
+    """Compute x Wᵀ + b for all steps as a single matrix product.
+
+    With three axes torch may run one product for each step, which is slower.
+
+    Args:
+        x: input of t steps and n rows, with f features.
+        weight: W [g, f].
+        bias: b [g]; None for no bias.
+
+    Returns:
+        The result [t, n, g].
+    """
     return F.linear(x.flatten(0, 1), weight, bias).unflatten(0, x.shape[:2])
 
 
-def _tangent(
+def _sum_products(
     products: Sequence[tuple[Tensor | None, Tensor | None]],
     bias: Tensor | None,
     u: Tensor,
     h: Hidden,
 ) -> Gates:
-    """Compute Σ x Wᵀ + b over pairs (x, W), as one product of all x and all W side by side.
+    """Compute Σ x Wᵀ + b over pairs (x, W), as a single product of all x and W concatenated.
 
     Args:
-        products: pairs of an input and a weight, of which one is a tangent; a pair with None, for a
-            tangent of zero, is left out.
-        bias: tangent of b.
-        u: weight U [g, h], read for the number of gates g.
-        h: states h of all steps, read for the number of steps and rows.
+        products: pairs of an input x [steps, rows, features] and a weight W [gates, features]. None
+            in a pair stands for a tangent of zero: the pair is left out.
+        bias: tangent of b; None for zero.
+        u: the layer's weight [gates, hidden], read for the number of gates.
+        h: states of all steps, read for the number of steps and rows.
+
+    Returns:
+        The sum [steps, rows, gates]; zeros if all pairs are left out.
     """
     inputs: list[Tensor] = []
     weights: list[Tensor] = []
@@ -179,14 +204,14 @@ def _tangent(
             inputs.append(x)
             weights.append(w)
     if inputs:
-        return _linear(torch.cat(inputs, dim=2), torch.cat(weights, dim=1), bias)
+        return _apply_linear(torch.cat(inputs, dim=2), torch.cat(weights, dim=1), bias)
     zeros = h.new_zeros(*h.shape[:2], len(u))
     return zeros if bias is None else zeros + bias
 
 
 @dataclass(frozen=True)
 class OneWay:
-    """One layer in one direction.
+    """A recurrent layer in one direction; calling it runs all steps.
 
     Args:
         kind: kind of layer, a key of `RECURSIONS`.
@@ -197,33 +222,40 @@ class OneWay:
     weights: Sequence[Tensor]
 
     def __call__(
-        self, x: Float[Tensor, "t n f"], state: State, shift: Gates | None = None
+        self, x: Float[Tensor, "t n f"], state: State, zeros: Gates | None = None
     ) -> tuple[Tensor, State, Coefficients]:
-        """Run all steps.
+        """Run all steps of the layer.
 
         Args:
-            x: input of all steps [t, n, f].
-            state: the state before the first step.
-            shift: zeros [t, n, g] whose gradient is δ, the cotangent of the gates.
+            x: input of t steps and n rows, with f features.
+            state: the state before the first step: (h,), or (h, c) of an LSTM.
+            zeros: zeros in the shape of the gates' pre-activations, so that their gradient is the
+                cotangent of these; None if it is not wanted.
 
         Returns:
             h of all steps, the state after the last step, and the coefficients of the derivative.
         """
         w, u, *biases = self.weights
-        b, b_state = biases or (None, None)
-        # A GRU scales b' by r; in other layers b and b' just add.
-        if biases and self.kind != "gru":
+        b: Tensor | None
+        b_state: Tensor | None
+        if not biases:
+            b, b_state = None, None
+        elif self.kind == "gru":
+            # A GRU scales U h' + b'.
+            b, b_state = biases
+        else:
+            # In other layers b and b' just add.
             b, b_state = biases[0] + biases[1], None
         apply: Callable[..., Any] = _Layer.apply
-        out = apply(self.kind, x, shift, w, u, b, b_state, *state)
-        h, *others = out
-        # 1 for an LSTM, which returns c as well; else 0.
-        cells = len(state) - 1
-        return h, (h[-1], *others[:cells]), tuple(others[cells:])
+        h, *further = apply(self.kind, x, zeros, w, u, b, b_state, *state)
+        # An LSTM returns c as well, before the coefficients.
+        num_cell_states = len(state) - 1
+        last_state = (h[-1], *further[:num_cell_states])
+        return h, last_state, tuple(further[num_cell_states:])
 
 
 class RecurrentOptions(NamedTuple):
-    """The arguments of `torch.lstm`, `gru`, ... that follow the weights, in torch's order."""
+    """The arguments of `torch.lstm`, `torch.gru` etc. that follow the weights, in torch's order."""
 
     has_biases: bool
     num_layers: int
@@ -234,75 +266,96 @@ class RecurrentOptions(NamedTuple):
 
     @classmethod
     def of(cls, options: Sequence[Any], named: dict[str, Any]) -> "RecurrentOptions | None":
-        """Name the options; None for packed sequences, whose arguments are in another order.
+        """Parse the arguments that follow the weights.
 
         Args:
             options: positional arguments after the weights.
-            named: arguments after the weights that are given by name.
+            named: arguments after the weights that are passed by name.
+
+        Returns:
+            The options; None for packed sequences, whose arguments are in another order.
         """
         try:
             parsed = cls(*options, **named)
-        except TypeError:  # another number of arguments
+        # Another number of arguments.
+        except TypeError:
             return None
+        # For packed sequences, the weights are in this place.
         return parsed if isinstance(parsed.has_biases, bool) else None
 
 
-# Runs one layer in one direction: maps x and the state before the first step to h of all steps and
-# the state after the last one.
-Run = Callable[[OneWay, Float[Tensor, "t n f"], State], tuple[Tensor, State]]
+# Runs one layer in one direction: maps the layer, its input x [t, n, f] at t steps and the state
+# before the first step to h of all steps and the state after the last step.
+RunLayer = Callable[[OneWay, Float[Tensor, "t n f"], State], tuple[Tensor, State]]
 
 
 def run_layers(
-    kind: str, run: Run, input: Tensor, hx: Any, params: Sequence[Tensor], how: RecurrentOptions
+    kind: str,
+    run: RunLayer,
+    input: Tensor,
+    hx: Any,
+    params: Sequence[Tensor],
+    options: RecurrentOptions,
 ) -> Any:
     """Compute what `torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` returns, layer by layer.
 
     Args:
         kind: kind of layer: "lstm", "gru", "rnn_tanh" or "rnn_relu".
         run: runs one layer in one direction.
-        input: input of all steps, [t, n, f] or [n, t, f].
+        input: input of all t steps and n rows, [t, n, features] or [n, t, features].
         hx: the state before the first step: h, or (h, c) of an LSTM.
         params: W, U, b and b' of each layer and direction.
-        how: the arguments after the weights.
+        options: the arguments after the weights.
 
     Returns:
         The output of all steps, and h of all layers after the last step, for an LSTM also c.
         NotImplemented for projections, active dropout and autocast.
     """
-    directions = 1 + how.bidirectional
-    per_layer = 2 + 2 * how.has_biases  # W, U, b, b'
-    if len(params) != how.num_layers * directions * per_layer:
+    # Whether the steps of each direction run backward in time.
+    backward_flags = [False, True] if options.bidirectional else [False]
+    params_per_layer = 4 if options.has_biases else 2  # W and U, with biases also b and b'
+    # Projections have further weights.
+    if len(params) != options.num_layers * len(backward_flags) * params_per_layer:
         return NotImplemented
-    if (how.train and how.dropout > 0) or torch.is_autocast_enabled(input.device.type):
+    if (options.train and options.dropout > 0) or torch.is_autocast_enabled(input.device.type):
         return NotImplemented
-    states = tuple(hx) if kind == "lstm" else (hx,)
-    x = input.transpose(0, 1) if how.batch_first else input
-    ends: list[State] = []
-    for layer in range(how.num_layers):
+    first_states = tuple(hx) if kind == "lstm" else (hx,)
+    x = input.transpose(0, 1) if options.batch_first else input
+    last_states: list[State] = []
+    for _ in range(options.num_layers):
         outputs: list[Tensor] = []
-        for backward in range(directions):
-            number = layer * directions + backward
-            one_way = OneWay(kind, params[number * per_layer : (number + 1) * per_layer])
-            first = tuple(state[number] for state in states)
-            if backward:
-                h, end = run(one_way, x.flip(0), first)
-                h = h.flip(0)
-            else:
-                h, end = run(one_way, x, first)
-            outputs.append(h)
-            ends.append(end)
-        x = torch.cat(outputs, dim=2) if how.bidirectional else outputs[0]
-    # For each part of the state, h and c, the ends of all layers and directions: [layers, n, h].
-    last = map(torch.stack, zip(*ends, strict=True))
-    if how.batch_first:
+        for is_backward in backward_flags:
+            # torch lists both directions of a layer before the next layer.
+            index = len(last_states)
+            weights = params[index * params_per_layer : (index + 1) * params_per_layer]
+            first_state = tuple(state[index] for state in first_states)
+            steps = x.flip(0) if is_backward else x
+            h, last_state = run(OneWay(kind, weights), steps, first_state)
+            outputs.append(h.flip(0) if is_backward else h)
+            last_states.append(last_state)
+        x = torch.cat(outputs, dim=2) if options.bidirectional else outputs[0]
+    # One tensor [layers·directions, n, hidden] for each part of the state, h and c.
+    stacked_states = map(torch.stack, zip(*last_states, strict=True))
+    if options.batch_first:
         x = x.transpose(0, 1)
-    return x, *last
+    return x, *stacked_states
 
 
-def _run(one_way: OneWay, x: Float[Tensor, "t n f"], state: State) -> tuple[Tensor, State]:
-    """Run one layer in one direction, without a shift and without its coefficients."""
-    h, last, _ = one_way(x, state)
-    return h, last
+def _run_without_coefficients(
+    one_way: OneWay, x: Float[Tensor, "t n f"], state: State
+) -> tuple[Tensor, State]:
+    """Run one layer in one direction, as `run_layers` needs it for forward-mode differentiation.
+
+    Args:
+        one_way: the layer.
+        x: input of t steps and n rows, with f features.
+        state: the state before the first step.
+
+    Returns:
+        h of all steps, and the state after the last step.
+    """
+    h, last_state, _ = one_way(x, state)
+    return h, last_state
 
 
 class Unrolled(CallMode):
@@ -312,12 +365,20 @@ class Unrolled(CallMode):
     """
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation: recurrent layers step by step, all others as they are."""
+        """Run an operation: a recurrent layer step by step, any other one as torch does.
+
+        Args:
+            func: the operation, a function of torch.
+            args: the operation's positional arguments.
+            kwargs: the operation's keyword arguments.
+        """
         kind = name_of(func)
-        # args[:3] are the input, the state and the weights.
-        how = RecurrentOptions.of(args[3:], kwargs) if kind in RECURSIONS else None
-        if how is None:
+        if kind not in RECURSIONS:
+            return run_function(func, args, kwargs)
+        # The first three arguments are the input, the state and the weights.
+        options = RecurrentOptions.of(args[3:], kwargs)
+        if options is None:
             return run_function(func, args, kwargs)
         input, hx, params = args[:3]
-        out = run_layers(kind, _run, input, hx, params, how)
+        out = run_layers(kind, _run_without_coefficients, input, hx, params, options)
         return run_function(func, args, kwargs) if out is NotImplemented else out

@@ -80,12 +80,14 @@ UNBATCHED_RULES: dict[str, Rule] = {
 
 
 def find_rule(name: str) -> Rule | None:
-    """Look up the rule for an operation by its name in torch; None if there is no rule.
+    """Look up the rule for an operation; None if there is no rule.
 
-    `add`, `add_`, `__radd__` and `__iadd__` are one operation.
+    Args:
+        name: name of the operation in torch. `add`, `add_`, `__radd__` and `__iadd__` are spellings
+            of the same operation.
     """
-    bare = name.strip("_")
-    if bare in RULES:
-        return RULES[bare]
-    spellings = (bare, bare.removeprefix("r"), bare.removeprefix("i"))
+    bare_name = name.strip("_")
+    if bare_name in RULES:
+        return RULES[bare_name]
+    spellings = (bare_name, bare_name.removeprefix("r"), bare_name.removeprefix("i"))
     return broadcast if any(spelling in BROADCASTING for spelling in spellings) else None
