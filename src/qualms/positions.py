@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.at_positions import NOWHERE
 
 # "mean", "max", "sum", or a quantile between 0 and 1.
@@ -101,30 +100,6 @@ class Positions:
                 "positions, numbered row by row."
             )
         return cls(class_dim, reduce, tuple(chosen), ignore_index)
-
-    def engine(self, asked: Engine | Sketch | None) -> Engine | Sketch:
-        """Choose the engine: the sketch for scores at all positions, any engine for a few positions.
-
-        Args:
-            asked: the `engine` argument of `Scorer`.
-
-        Raises:
-            QualmsError: if this engine cannot compute the scores.
-        """
-        if self.chosen is not None:
-            if asked == "auto":
-                raise QualmsError(
-                    "engine='auto' cannot be used with positions=; pass 'exact' or 'sketch'."
-                )
-            return asked or "exact"
-        if asked in ("exact", "reference"):
-            raise QualmsError(
-                f"engine={asked!r} takes one backward pass per class and position; pass a few "
-                "positions as positions=, or use engine='sketch'."
-            )
-        if asked is None or asked == "auto":
-            return "sketch"
-        return asked
 
 
 @dataclass(frozen=True)

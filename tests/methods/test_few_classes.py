@@ -61,12 +61,16 @@ def test_how_many_classes_a_pass_will_take_follows_the_tolerance() -> None:
     flat, steep = torch.zeros(1, CLASSES).double(), torch.linspace(0, 30, CLASSES).double()[None]
 
     def needed(logits: Tensor, tolerance: float) -> float:
-        job = GradientRequest(
-            nn.Identity(), logits, [0], Settings(tolerance=tolerance), Directions(("classes",))
+        request = GradientRequest(
+            nn.Identity(),
+            logits,
+            [0],
+            Settings(tolerance=tolerance),
+            Directions(("classes",)),
+            smallest_lambda=0.3,
         )
-        numbers = ClassSums(
-            job, [REGrad(layers=0.3)], PlanCache(), None, lam=0.3
-        ).choose_first_numbers(logits)
+        sums = ClassSums(request, [REGrad(layers=0.3)], PlanCache(), head=None)
+        numbers = sums.choose_first_numbers(logits)
         return float(numbers.double().mean())
 
     assert needed(flat, 0.0) == needed(steep, 0.0) == CLASSES

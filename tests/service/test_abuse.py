@@ -152,7 +152,7 @@ def handles(service: Running) -> int:
     ids=lambda request: repr(request[:30] + request[-30:]),
 )
 def test_what_is_no_request_is_told_so_in_one_sentence(service: Running, request_: bytes) -> None:
-    assert "not a valid request" in sentence(asked(service, request_), 400)
+    assert "not a valid HTTP/1.1 request" in sentence(asked(service, request_), 400)
 
 
 def test_a_body_in_many_small_pieces_is_answered_as_a_whole_one_is(service: Running) -> None:

@@ -162,7 +162,7 @@ def test_memory_that_runs_out_is_answered_without_a_traceback(
     monkeypatch.setattr(ImageReader, "read_arrays", too_much)
     tensor = {"name": "images", "shape": [1, 1, 1], "datatype": "UINT8", "data": [0]}
     body = {"inputs": [tensor]} if "infer" in path else {"images": [[[0]]]}
-    refused(client().post(path, json=body), 413, "more memory than there is")
+    refused(client().post(path, json=body), 413, "more memory than is available")
     assert caplog.text == ""
 
 
@@ -173,7 +173,7 @@ def test_memory_that_runs_out_as_a_file_is_decoded_is_not_the_files_fault(
         raise MemoryError
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", too_much)
-    refused(client().post("/v1/score", files=upload(0)), 413, "more memory than there is")
+    refused(client().post("/v1/score", files=upload(0)), 413, "more memory than is available")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_only_the_first_of_many_mistakes_is_looked_for(kind: Any, body: dict[str
 
 def test_many_unknown_fields_are_one_sentence() -> None:
     body = {"images": [[[0]]]} | {f"unknown {i}": 0 for i in range(50_000)}
-    refused(client().post("/v1/score", json=body), 422, "the body has 50,000 mistakes")
+    refused(client().post("/v1/score", json=body), 422, "the body has 50,000 errors")
 
 
 @pytest.mark.parametrize("length", [80, 3_000])

@@ -221,10 +221,11 @@ def _table_of_batches(
             settings=settings,
             directions=directions,
             smoothing=smoothing,
+            gram=gram,
         )
         for first, batch in batches
     )
-    table = layer_table(requests, cache, gram=gram)
+    table = layer_table(requests, cache)
     cache.warn_of_probabilities(table.logits)
     dtype = at_least_float32(table.logits).dtype
     values = table.values.to(dtype)

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+# Reasons of `NotBatchable` that users see in a `SlowWarning`.
+SAMPLES_INFLUENCE = "the samples of a batch influence each other"
+SAMPLES_MIXED = "the model mixes samples within a batch"
 
 
 class NotBatchable(Exception):

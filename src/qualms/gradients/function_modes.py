@@ -47,8 +47,8 @@ def run_function(
 
 
 def name_of(func: Any) -> str:
-    """Return the name of a torch function, without the overload suffix of an ATen operation."""
-    return str(getattr(func, "__name__", "")).partition(".")[0]
+    """Return the name of a torch function without its overload: `add_` for `add_.Tensor`."""
+    return str(getattr(func, "__name__", func)).partition(".")[0]
 
 
 def bind_arguments(

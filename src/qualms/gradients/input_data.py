@@ -35,15 +35,14 @@ def numbered_batches(x: Any, model: nn.Module) -> Iterator[tuple[int, Batch]]:
         first_index += num_samples(batch)
 
 
-def batches(x: Any, model: nn.Module, argument: str = "x") -> Iterator[Batch]:
+def batches(x: Any, model: nn.Module) -> Iterator[Batch]:
     """Yield the batches of a user's inputs, without labels.
 
     Args:
         x: one batch, an iterable of batches, or a dataset.
         model: the model; NumPy floats (usually float64) are converted to the dtype of its weights.
-        argument: the name of the user's argument, for errors.
     """
-    for batch, _ in labeled_batches(x, model, argument):
+    for batch, _ in labeled_batches(x, model):
         yield batch
 
 

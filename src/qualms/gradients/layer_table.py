@@ -1,21 +1,18 @@
-"""Gradient norms by sample, direction and layer, from any engine; and the blocks of a model."""
+"""Gradient norms by sample, direction and layer, from any engine."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from qualms.gradients.batch import Batch, take_samples
 from qualms.gradients.engines.base import ClassNorms, combine_parameters, run_first
 from qualms.gradients.engines.choice import engines_for
 from qualms.gradients.layers import group_by_layer
-from qualms.gradients.model_input import ModelInput
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.request import GradientRequest
-from qualms.gradients.tracing.traced_forward import use_order
 
 
 @dataclass(frozen=True)
@@ -43,38 +40,25 @@ class LayerTable:
     num_left_out: int = 0
 
 
-def layer_table(
-    requests: Iterable[GradientRequest],
-    cache: PlanCache,
-    *,
-    gram: bool = False,
-    known_logits: Tensor | None = None,
-    lam: float | None = None,
-) -> LayerTable:
+def layer_table(requests: Iterable[GradientRequest], cache: PlanCache) -> LayerTable:
     """Run each request by the first engine that can, and combine parameters into layers.
 
     Args:
         requests: requests for consecutive batches of one model, with the same settings.
         cache: the plans of the model, reused from batch to batch.
-        gram: whether to compute inner products in place of norms.
-        known_logits: the logits [b, c] of the samples, computed in other batches; only if there is a
-            single request, whose `known_logits` they become.
-        lam: the smallest λ among the scores that use the table; None if a score weights all layers
-            equally.
 
     Returns:
         One table for the samples of all requests.
     """
     results: list[ClassNorms] = []
-    for given_request in requests:
-        request = replace(given_request, gram=gram, known_logits=known_logits, smallest_lambda=lam)
+    for request in requests:
         results.append(run_first(engines_for(request, cache), request, cache))
     norms = ClassNorms.concatenate(results)
     if norms.errors is not None:
         return _table_of_estimates(norms, norms.errors)
     # `request` is the last one: all have the same model and settings.
     names_by_layer = group_by_layer(request.model, list(norms.values), request.settings.granularity)
-    dtype = torch.double if gram else at_least_float32(norms.logits).dtype
+    dtype = torch.double if request.gram else at_least_float32(norms.logits).dtype
     layer_values: list[Tensor] = []
     general: list[str] = []
     for layer, names in names_by_layer.items():
@@ -84,7 +68,7 @@ def layer_table(
         if norms.without_rule & set(names):
             general.append(layer)
     return LayerTable(
-        values=torch.stack(layer_values, dim=1 if gram else -1),
+        values=torch.stack(layer_values, dim=1 if request.gram else -1),
         logits=norms.logits,
         layers=list(names_by_layer),
         general=general,
@@ -104,39 +88,3 @@ def _table_of_estimates(norms: ClassNorms, errors: dict[str, Tensor]) -> LayerTa
     values = torch.stack(list(norms.values.values()), dim=-1).to(dtype)
     error = torch.stack(list(errors.values()), dim=-1).to(dtype)
     return LayerTable(values, norms.logits, layers=list(norms.values), general=[], error=error)
-
-
-def heavy_blocks(
-    model: nn.Module,
-    batch: Batch,
-    selected: dict[str, Tensor],
-) -> list[list[str]]:
-    """Group the parameters that a model uses by residual or transformer block, in order of use.
-
-    A layer outside of such blocks is a block by itself. Every block has a matrix or kernel: layers
-    without one (normalizations) join the block before them, and those before the first block are
-    left out. If no parameter is a matrix or kernel, all parameters form one block.
-
-    Args:
-        model: the model, inside `preserve_state`.
-        batch: samples like those to be scored.
-        selected: the parameters whose gradients are wanted, by name.
-
-    Returns:
-        The parameter names of each block; empty if torch's function modes do not show which
-        parameters the model uses.
-    """
-    first_sample = ModelInput(take_samples(batch, slice(0, 1)))
-    order = use_order(model, first_sample, selected)
-    if not order.names:
-        return []
-    used_names = order.relevant(order.names, selected)
-    blocks: list[list[str]] = []
-    for names in group_by_layer(model, used_names, "block").values():
-        has_matrix = any(selected[name].ndim > 1 for name in names)
-        if has_matrix:
-            blocks.append([])
-        # Names before the first block are left out.
-        if blocks:
-            blocks[-1] += names
-    return blocks or [used_names]

@@ -12,11 +12,6 @@ from qualms.gradients.isolation import all_parameters_differentiable, interrupts
 from qualms.gradients.model_input import ModelInput, forward_logits, in_channels_last
 from qualms.gradients.precision import CoarsestCast, at_least_float32, close_logits
 
-NO_PATH = (
-    "the logits do not depend differentiably on any parameter; "
-    "remove torch.no_grad, detach or inference-only operations from the model's forward pass."
-)
-
 
 @dataclass(frozen=True)
 class FirstSample:
@@ -151,8 +146,7 @@ def sample_gradients(
     """
     with all_parameters_differentiable(model):
         logits = forward_logits(model, row)
-        if not logits.requires_grad:
-            raise QualmsError(NO_PATH)
+        require_differentiable(logits)
         parameters = list(selected.values())
         # For each parameter its gradients along all directions; None where there is none.
         reduced_by_name: dict[str, list[Tensor | None]] = {name: [] for name in selected}
@@ -180,6 +174,15 @@ def sample_gradients(
         else:
             stacked_by_name[name] = torch.stack(reduced)
     return logits, stacked_by_name
+
+
+def require_differentiable(logits: Tensor) -> None:
+    """Raise a QualmsError unless a backward pass from the logits reaches some parameter."""
+    if not logits.requires_grad:
+        raise QualmsError(
+            "the logits do not depend differentiably on any parameter; remove torch.no_grad, "
+            "detach or inference-only operations from the model's forward pass."
+        )
 
 
 def gradients_of(

@@ -18,7 +18,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qualms.gradients.batch import NotBatchable, num_samples, restore_order, strided_groups
+from qualms.gradients.batch import (
+    SAMPLES_INFLUENCE,
+    SAMPLES_MIXED,
+    NotBatchable,
+    num_samples,
+    restore_order,
+    strided_groups,
+)
 from qualms.gradients.directions import Cotangents
 from qualms.gradients.measure import Pullback, measure
 from qualms.gradients.model_input import ModelInput, forward_logits, rows_to_run_alone
@@ -28,9 +35,6 @@ from qualms.gradients.settings import Kind
 
 # Rows whose logits are computed together, ahead of the chunks compared with them.
 ROWS_AHEAD = 2048
-# Reasons that users see in a `SlowWarning`.
-INFLUENCE = "the samples of a batch influence each other"
-MIXTURE = "the model mixes samples within a batch"
 
 
 # Cross-batch influence.
@@ -158,7 +162,7 @@ def require_same_across_batches(
         precision: the coarsest float type that the forward pass casts to.
     """
     if not close_logits(elsewhere, logits, precision):
-        raise NotBatchable(INFLUENCE)
+        raise NotBatchable(SAMPLES_INFLUENCE)
 
 
 @torch.no_grad()
@@ -186,7 +190,7 @@ def require_same_alone(
     for row in range(rows) if every else rows_to_run_alone(rows):
         alone = forward_logits(model, model_input.take([row]))
         if not close_logits(alone, logits[row : row + 1], precision):
-            raise NotBatchable(INFLUENCE)
+            raise NotBatchable(SAMPLES_INFLUENCE)
 
 
 # Separation of samples.
@@ -253,7 +257,7 @@ class Separation:
         rounding = 100 * torch.finfo(self.precision).eps * root_of_squares(want.T)
         allowed = tolerance_of(self.precision) * have.maximum(want) + rounding
         if bool(((have - want).abs() > allowed).any()):
-            raise NotBatchable(MIXTURE)
+            raise NotBatchable(SAMPLES_MIXED)
 
 
 def require_separate_gradients(pullback: Pullback, precision: torch.dtype) -> None:

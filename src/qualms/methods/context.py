@@ -297,12 +297,18 @@ class BatchContext:
 
     # Gradients.
 
-    def create_request(self, directions: Directions, smooth: Smoothing | None) -> GradientRequest:
+    def create_request(
+        self,
+        directions: Directions,
+        smooth: Smoothing | None,
+        lam: float | None = None,
+    ) -> GradientRequest:
         """Describe the gradients of this batch that an engine shall compute.
 
         Args:
             directions: the directions in the space of the logits along which gradients are taken.
             smooth: the input noise over which gradients are averaged; None for no noise.
+            lam: the smallest λ among the scores; None if a score weights all layers equally.
         """
         return GradientRequest(
             model=self.model,
@@ -311,6 +317,9 @@ class BatchContext:
             settings=self.model_context.settings,
             directions=directions,
             smoothing=smooth,
+            # They were computed in other groups of inputs than the engine's.
+            known_logits=self.known_logits,
+            smallest_lambda=lam,
         )
 
     def measure_norms(
@@ -335,10 +344,8 @@ class BatchContext:
 
         def compute() -> LayerTable:
             """Compute the table by one pass of the engine over the batch."""
-            request = self.create_request(directions, smooth)
-            cache = self.model_context.cache
-            # These logits were computed in other groups of inputs than the engine's.
-            return layer_table([request], cache, known_logits=self.known_logits, lam=lam)
+            request = self.create_request(directions, smooth, lam)
+            return layer_table([request], self.model_context.cache)
 
         return self.get_or_compute(("norms", directions, smooth, lam), compute)
 
@@ -375,9 +382,9 @@ class BatchContext:
                 budget=context_settings.budget,
                 batch_size=context_settings.batch_size,
             )
-            request = replace(self.create_request(directions, None), settings=settings)
-            cache = self.model_context.cache
-            return layer_table([request], cache, gram=gram, known_logits=self.known_logits)
+            request = self.create_request(directions, None)
+            request = replace(request, settings=settings, gram=gram)
+            return layer_table([request], self.model_context.cache)
 
         return self.get_or_compute(("exact", params, directions, gram, granularity), compute)
 

@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qualms.gradients.batch import take_samples
 from qualms.gradients.directions import Directions
 from qualms.gradients.engines.class_sampling import (
     LATE_SPREAD,
@@ -64,17 +63,12 @@ class ClassSums:
         cache: what the engines have learned about the model.
         head: the weight of the linear layer that computes the logits, which helps to guess which
             classes count most; None if there is no such layer.
-        lam: the smallest λ of the methods; None if one of them weights layers equally.
-        known_logits: logits of a plain forward pass, with which the exact engine compares its own;
-            None to skip the comparison.
     """
 
     request: GradientRequest
     methods: "Sequence[GradientScore]"
     cache: PlanCache
     head: Float[Tensor, "c d"] | None
-    lam: float | None
-    known_logits: Float[Tensor, "b c"] | None = None
 
     @property
     def tolerance(self) -> float:
@@ -92,7 +86,8 @@ class ClassSums:
 
         It is smaller if early layers count less in all methods.
         """
-        has_layer_weights = self.lam is not None and self.lam > 0
+        lam = self.request.smallest_lambda
+        has_layer_weights = lam is not None and lam > 0
         return LATE_SPREAD if has_layer_weights else WHOLE_SPREAD
 
     @property
@@ -229,15 +224,8 @@ class ClassSums:
             index: the indices of the n inputs in the batch.
             directions: the directions, which replace those of the request.
         """
-        input_indices = index.tolist()
-        request = replace(
-            self.request,
-            batch=take_samples(self.request.batch, input_indices),
-            numbers=[self.request.numbers[i] for i in input_indices],
-            directions=directions,
-        )
-        known_logits = None if self.known_logits is None else self.known_logits[index]
-        return layer_table([request], self.cache, known_logits=known_logits, lam=self.lam)
+        request = replace(self.request.take(index.tolist()), directions=directions)
+        return layer_table([request], self.cache)
 
     def _compute_terms(
         self,

@@ -181,8 +181,8 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
         # A sample of the classes takes the place of all of them.
         directions += float(sampled_classes) - context.num_classes
     # Backward passes stop at the first layer that is not skipped.
-    request = context.create_request(shared_pass.directions, smooth)
-    cut = find_layer_cut(request, shared_pass.lam, model_context.cache)
+    request = context.create_request(shared_pass.directions, smooth, shared_pass.lam)
+    cut = find_layer_cut(request, model_context.cache)
     late_names = None if cut is None else cut.names
     unsmoothed_request = context.create_request(shared_pass.directions, None)
     return rows * count_row_passes(unsmoothed_request, directions, model_context.cache, late_names)

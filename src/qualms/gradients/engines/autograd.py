@@ -13,17 +13,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.errors import QualmsError
 from qualms.gradients.batch import num_samples, slices
 from qualms.gradients.engines.base import ClassNorms
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.measure import norm_of
 from qualms.gradients.memory import require_room, saved_bytes
 from qualms.gradients.model_input import ModelInput, forward_logits
-from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.request import GradientRequest
-from qualms.gradients.single_sample import NO_PATH, check_repeatable, gradients_of
+from qualms.gradients.single_sample import check_repeatable, gradients_of, require_differentiable
 from qualms.gradients.tracing.param_use import UseOrder
 from qualms.gradients.tracing.traced_forward import use_order
 
@@ -47,14 +45,7 @@ class AutogradPlan:
 
 
 class AutogradEngine:
-    """Computes gradients by plain autograd, one sample after the other.
-
-    Args:
-        cache: the cached plans of the model. Not used: every engine takes this argument.
-    """
-
-    def __init__(self, cache: PlanCache) -> None:
-        self.cache = cache
+    """Computes gradients by plain autograd, one sample after the other."""
 
     def plan(self, request: GradientRequest) -> AutogradPlan:
         """Measure the memory of the first row, and find the order in which parameters are used."""
@@ -388,6 +379,5 @@ class SampleGraphs:
         """Run the row with this index, and return its logits [1, c] with their autograd graph."""
         with all_parameters_differentiable(self.request.model):
             logits = forward_logits(self.request.model, self.rows.take([index]))
-        if not logits.requires_grad:
-            raise QualmsError(NO_PATH)
+        require_differentiable(logits)
         return logits

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from qualms.errors import QualmsError
 from qualms.gradients.batch import Batch, num_samples, take_samples
 from qualms.gradients.directions import Directions
 from qualms.gradients.engines.autograd import AutogradEngine
@@ -33,6 +34,7 @@ from qualms.gradients.layers import group_by_layer
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
+from qualms.gradients.settings import Engine as EngineName
 from qualms.gradients.settings import Settings, Sketch
 
 log = logging.getLogger("qualms")
@@ -61,10 +63,48 @@ def engines_for(request: GradientRequest, cache: PlanCache) -> list[Engine[Any]]
     if request.settings.sketch is not None:
         return [SketchEngine(cache)]
     if request.settings.engine == "reference":
-        return [ReferenceEngine(cache)]
-    exact_engines: list[Engine[Any]] = [ExactEngine(cache), AutogradEngine(cache)]
+        return [ReferenceEngine()]
+    exact_engines: list[Engine[Any]] = [ExactEngine(cache), AutogradEngine()]
     run_exact = partial(run_first, exact_engines, cache=cache)
     return [LayerCutEngine(cache, run_inner=run_exact), *exact_engines]
+
+
+def requested_engine(
+    asked: EngineName | Sketch | None, tolerance: float | None
+) -> EngineName | Sketch:
+    """Return the engine that a user asked for: `auto` by default, `exact` if a tolerance is given.
+
+    Args:
+        asked: the user's `engine` argument.
+        tolerance: the user's `tolerance` argument, which the exact engine keeps by sampling classes.
+    """
+    if tolerance is not None and asked in (None, "auto"):
+        return "exact"
+    return asked or "auto"
+
+
+def requested_position_engine(
+    asked: EngineName | Sketch | None, at_all: bool
+) -> EngineName | Sketch:
+    """Return the engine for scores at positions: the sketch at all of them, any engine at a few.
+
+    Args:
+        asked: the user's `engine` argument.
+        at_all: whether scores are wanted at all positions, not only at a few that the user named.
+
+    Raises:
+        QualmsError: if this engine cannot compute the scores.
+    """
+    if at_all:
+        if asked in ("exact", "reference"):
+            raise QualmsError(
+                f"engine={asked!r} takes one backward pass per class and position; pass a few "
+                "positions as positions=, or use engine='sketch'."
+            )
+        return "sketch" if asked in (None, "auto") else asked
+    if asked == "auto":
+        raise QualmsError("engine='auto' cannot be used with positions=; pass 'exact' or 'sketch'.")
+    return asked or "exact"
 
 
 def resolve_engine(

@@ -92,7 +92,7 @@ class ExactEngine:
         norms = self._run_chunks(plan, request)
         if isinstance(norms, Fallback):
             self.cache.forget(_cache_key(request))
-            return run_first([self, AutogradEngine(self.cache)], request, self.cache)
+            return run_first([self, AutogradEngine()], request, self.cache)
         return add_unused_parameters(norms, request, plan.use_order)
 
     def _run_chunks(

@@ -65,7 +65,7 @@ class LayerCutEngine:
         """
         cut = None
         if not request.gram:
-            cut = find_layer_cut(request, request.smallest_lambda, self.cache)
+            cut = find_layer_cut(request, self.cache)
         # A cached cut has 0 early layers if a later batch showed that none may be left out.
         if cut is None or cut.num_early == 0:
             return Fallback("no layer can be left out", is_slow=False)
@@ -89,23 +89,19 @@ class LayerCutEngine:
         return self.run_inner(request)
 
 
-def find_layer_cut(
-    request: GradientRequest,
-    lam: float | None,
-    cache: PlanCache,
-) -> "LayerCut | None":
+def find_layer_cut(request: GradientRequest, cache: PlanCache) -> "LayerCut | None":
     """Decide which early layers can be left out within the tolerance; cached per input shape.
 
     Args:
-        request: the samples; `settings.tolerance` is the tolerance.
-        lam: the smallest λ among the scores, each Σ_l a_l ‖g_l‖ with weights a_l = exp(λ(l - L))
-            over layers l = 1..L; None if a score weights all layers equally.
+        request: the samples; `settings.tolerance` is the tolerance, and `smallest_lambda` the
+            smallest λ among the scores, each Σ_l a_l ‖g_l‖ with weights a_l = exp(λ(l - L)) over
+            layers l = 1..L.
         cache: the cached plans and measurements of the model.
 
     Returns:
         The layer cut; None if all layers have to be computed.
     """
-    settings = request.settings
+    settings, lam = request.settings, request.smallest_lambda
     # Without a tolerance all layers count; without λ > 0 the weights do not fade toward the input.
     if not settings.tolerance or not lam or lam < 0:
         return None

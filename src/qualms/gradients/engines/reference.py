@@ -7,29 +7,20 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.errors import QualmsError
 from qualms.gradients.batch import num_samples, slices
 from qualms.gradients.directions import scale_to_unit
 from qualms.gradients.engines.autograd import add_unused_parameters
 from qualms.gradients.engines.base import ClassNorms
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.model_input import ModelInput, forward_logits
-from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
-from qualms.gradients.single_sample import NO_PATH, gradients_of
+from qualms.gradients.single_sample import gradients_of, require_differentiable
 from qualms.gradients.tracing.param_use import UseOrder
 from qualms.gradients.tracing.traced_forward import use_order
 
 
 class ReferenceEngine:
-    """Computes the gradients as the paper states them, one backward pass for each sample and class.
-
-    Args:
-        cache: the cached plans of the model. Not used: every engine takes this argument.
-    """
-
-    def __init__(self, cache: PlanCache) -> None:
-        self.cache = cache
+    """Computes the gradients as the paper states them, one backward pass for each sample and class."""
 
     def plan(self, request: GradientRequest) -> UseOrder:
         """Find the order in which a forward pass over the first sample uses the parameters."""
@@ -95,8 +86,7 @@ def _compute_mean_gradients(
     first_logits: Tensor | None = None
     for i in range(num_rows):
         logits = forward_logits(request.model, rows.take(slice(i, i + 1)))
-        if not logits.requires_grad:
-            raise QualmsError(NO_PATH)
+        require_differentiable(logits)
         if first_logits is None:
             first_logits = logits.detach()
         # Classes are weighted by the probabilities of x_0 in every row.

@@ -16,7 +16,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import NotBatchable, num_samples, restore_order, strided_groups
+from qualms.gradients.batch import (
+    SAMPLES_INFLUENCE,
+    NotBatchable,
+    num_samples,
+    restore_order,
+    strided_groups,
+)
 from qualms.gradients.fallback import Fallback, attempt
 from qualms.gradients.memory import release_free_memory
 from qualms.gradients.model_input import (
@@ -420,7 +426,7 @@ def _require_independent_rows(
         in_batch = Jvp(together.logits[i : i + 1], together.derivative[i : i + 1])
         is_same = is_same and same_products(alone, in_batch, precision)
     if not is_same:
-        raise NotBatchable("the samples of a batch influence each other")
+        raise NotBatchable(SAMPLES_INFLUENCE)
 
 
 def same_products(have: Jvp, want: Jvp, precision: torch.dtype) -> bool:

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from qualms.gradients.batch import NotBatchable, map_tensors, tensors_in
 from qualms.gradients.fallback import error_note
-from qualms.gradients.function_modes import CallMode, run_function
+from qualms.gradients.function_modes import CallMode, name_of, run_function
 from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.op_call import OpCall
 from qualms.gradients.tracing.param_use import (
@@ -194,7 +194,7 @@ class Recorder(CallMode):
             if self.is_param(t):
                 param_indices.add(i)
                 names |= roots(t, self.weights)
-        key = OpKey(full_name(func), frozenset(names))
+        key = OpKey(name_of(func), frozenset(names))
         use = ParamUse(key, self._occurrences[key], tensors, param_indices=param_indices)
         self._occurrences[key] += 1
         if self.trace_pair is None:
@@ -383,14 +383,9 @@ TAKING_TYPE_OR_DEVICE = {
 }
 
 
-def full_name(func: Any) -> str:
-    """Return the name of an operation without its overload: `add_` for `add_.Tensor`."""
-    return str(getattr(func, "__name__", func)).split(".")[0]
-
-
 def bare_name(func: Any) -> str:
     """Return the bare name of an operation: `add` for `add_`, `__add__` and `add.Tensor`."""
-    return full_name(func).strip("_")
+    return name_of(func).strip("_")
 
 
 def is_in_place(func: Any) -> bool:

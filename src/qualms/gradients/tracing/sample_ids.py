@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from qualms.gradients.batch import NotBatchable
+from qualms.gradients.batch import SAMPLES_MIXED, NotBatchable
 from qualms.gradients.isolation import interrupts
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.tracing.factors import GradFactor, Summed
@@ -148,7 +148,7 @@ def _is_doubled(unscaled: Tensor, scaled: Tensor) -> Tensor:
     magnitude = 1000 * expected.abs() + 100 * torch.linalg.vector_norm(expected)
     tolerance = torch.finfo(unscaled.dtype).eps * magnitude
     if bool(((scaled - expected).abs() > tolerance).any()):
-        raise NotBatchable("the model mixes samples within a batch")
+        raise NotBatchable(SAMPLES_MIXED)
     return doubled
 
 
@@ -266,7 +266,7 @@ class SampleIds:
         # NO_SAMPLE is smaller than any id.
         id_of_position = ids.amax(1)
         if bool(((ids != NO_SAMPLE) & (ids != id_of_position.unsqueeze(1))).any()):
-            raise NotBatchable("the model mixes samples within a batch")
+            raise NotBatchable(SAMPLES_MIXED)
         all_ids = torch.arange(self.num_samples, device=ids.device)
         belongs = id_of_position == all_ids.unsqueeze(1)  # [b, positions]
         longest = max(1, int(belongs.sum(1).max()))
