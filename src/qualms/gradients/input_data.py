@@ -144,11 +144,11 @@ class _BatchReader:
     """Reads the batches of one argument of the user's call.
 
     Attributes:
-        argument: the name of the argument, for errors.
+        argument_name: the name of the argument, for errors.
         float_dtype: the dtype that NumPy floats are converted to.
     """
 
-    argument: str
+    argument_name: str
     float_dtype: torch.dtype
 
     def read(self, batch: Any) -> tuple[Batch, Tensor | None]:
@@ -161,7 +161,7 @@ class _BatchReader:
             The inputs, and the labels; None for labels unless there is one integer for each input.
         """
         tensors = self.to_tensors(self._select_inputs(batch))
-        inputs = validate_batch(tensors, self.argument)
+        inputs = validate_batch(tensors, self.argument_name)
         return inputs, self._select_labels(batch, num_samples(inputs))
 
     def collate(self, items: list[Any]) -> Any:
@@ -182,7 +182,7 @@ class _BatchReader:
         """Copy an array of numbers to a tensor; floats get the dtype of the model's weights."""
         if array.dtype.kind not in "biuf" or isinstance(array, np.ma.MaskedArray):
             raise QualmsError(
-                f"an array of {self.argument} is a {type(array).__name__} of {array.dtype}; pass "
+                f"an array of {self.argument_name} is a {type(array).__name__} of {array.dtype}; pass "
                 "an array of numbers."
             )
         is_float = array.dtype.kind == "f"
@@ -204,7 +204,7 @@ class _BatchReader:
             return batch
         if not 1 <= len(batch) <= 2:
             raise QualmsError(
-                f"a batch of {self.argument} has {len(batch)} parts, so it is not clear which are "
+                f"a batch of {self.argument_name} has {len(batch)} parts, so it is not clear which are "
                 "inputs; yield (inputs, labels), with a tuple of tensors as inputs if the model "
                 "takes several."
             )
@@ -223,12 +223,13 @@ class _BatchReader:
             Labels [samples]; None unless there is one integer for each input.
 
         Raises:
-            QualmsError: if the argument is `train` and there are more or fewer labels than inputs.
+            QualmsError: if the batches are those of `train=` and there are more or fewer labels than
+                inputs. Labels of other arguments are optional.
         """
         labels = _to_label_tensor(_find_labels(batch))
         if labels is None:
             return None
-        if self.argument == "train" and labels.ndim == 1 and len(labels) != samples:
+        if self.argument_name == "train" and labels.ndim == 1 and len(labels) != samples:
             raise QualmsError(
                 f"a batch of train has {samples} inputs and {len(labels)} labels; pass one label "
                 "per input."

@@ -172,14 +172,14 @@ class _LiveBytes(TorchDispatchMode):
     Attributes:
         current: the bytes of the results that exist now.
         peak: the largest value that `current` has had.
-        largest: the bytes of the largest single result.
+        largest_result: the bytes of the largest single result.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.current = 0
         self.peak = 0
-        self.largest = 0
+        self.largest_result = 0
         # Weak references to the storages that are counted in `current`, by address.
         self._known: dict[int, Any] = {}
 
@@ -224,7 +224,7 @@ class _LiveBytes(TorchDispatchMode):
         self._known[address] = weakref.ref(storage, on_free)
         self.current += num_bytes
         self.peak = max(self.peak, self.current)
-        self.largest = max(self.largest, num_bytes)
+        self.largest_result = max(self.largest_result, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -307,13 +307,17 @@ class PassMemory:
         return None if row_bytes is None else max(1, self.safety_factor * row_bytes)
 
     def _measure(self, row: Batch) -> int | None:
-        """Run a single row and count the bytes that it takes; None if the model fails on it."""
+        """Run a row and estimate the bytes that a pass over it takes; None if the model fails on it."""
         counter = _LiveBytes()
         try:
+            # The trial must not advance the user's random generator.
             with torch.random.fork_rng(devices=[]), counter:
                 logits = self.run(row)
         except QualmsError as error:
             log.info("the memory of a single row is unknown: %s", error)
             return None
+        # What the counter does not see: copies that kernels make of the largest result, and the
+        # copies of the logits that a score computes with.
+        kernel_bytes = RESULT_COPIES * counter.largest_result
         logit_bytes = LOGIT_COPIES * DOUBLE * logits.shape[-1]
-        return counter.peak + RESULT_COPIES * counter.largest + logit_bytes
+        return counter.peak + kernel_bytes + logit_bytes

@@ -231,7 +231,7 @@ class SampledClasses(Directions):
         return _draw_classes(self.chances(logits), self.num_drawn, noise)
 
     def chances(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """Compute the probability of drawing each class, by `inclusion_chances` in float64."""
+        """Compute the probability of drawing each class: in proportion to its size, at most 1."""
         probs = logits.detach().double().softmax(-1)
         return inclusion_chances(self.sizes(probs), self.num_drawn)
 

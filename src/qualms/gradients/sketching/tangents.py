@@ -72,26 +72,35 @@ class TangentDistribution:
         tangent: Tangent = {}
         for names, weight in self.layers:
             scale = weight
-            # All parameters of the layer are divided by the same normal number.
-            if self.projection_distribution == "cauchy":
+            # A normal number divided by another one is Cauchy; the layer shares the divisor.
+            if self.projection_distribution == "cauchy" and not self.is_l1:
                 # No parameter has this name, so the number is independent of all entries.
                 noise = _generator(self.seed, f"{min(names)} in common", index)
                 divisor = torch.randn((), generator=noise, dtype=torch.double)
                 scale = weight / float(divisor)
             for name in names:
                 entries = self._allocate(name) if out is None else out[name]
-                noise = _generator(self.seed, name, index)
-                if self.is_l1:
-                    cauchy = torch.empty(entries.shape, dtype=torch.double)
-                    # `weight`, not `scale`: these numbers are Cauchy already.
-                    entries.copy_(weight * cauchy.cauchy_(generator=noise))
-                elif self.projection_distribution == "normal" and entries.numel() >= MIN_SIGNS:
-                    write_signs(entries, scale, noise)
-                else:
-                    normal = torch.randn(entries.shape, generator=noise)
-                    entries.copy_(normal.mul_(scale))
+                self._fill(entries, scale, _generator(self.seed, name, index))
                 tangent[name] = entries.detach()
         return tangent
+
+    def _fill(self, entries: Tensor, scale: float, noise: torch.Generator) -> None:
+        """Write random numbers times `scale` into the entries of one parameter.
+
+        Args:
+            entries: the entries of the tangent; overwritten.
+            scale: the number that the entries are multiplied by.
+            noise: the generator of the random numbers.
+        """
+        if self.is_l1:
+            cauchy = torch.empty(entries.shape, dtype=torch.double)
+            entries.copy_(scale * cauchy.cauchy_(generator=noise))
+        elif self.projection_distribution == "normal" and entries.numel() >= MIN_SIGNS:
+            # A sum of many entries with random signs is nearly normal, and signs are drawn faster.
+            write_signs(entries, scale, noise)
+        else:
+            normal = torch.randn(entries.shape, generator=noise)
+            entries.copy_(normal.mul_(scale))
 
     def _allocate(self, name: str) -> Tensor:
         """Allocate a contiguous tensor for a tangent's entries for one parameter."""

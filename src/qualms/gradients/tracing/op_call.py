@@ -169,6 +169,7 @@ class OpCall:
 
     def value_on_one_row(self, t: Tensor) -> Tensor:
         """Return the tensor that stood in place of argument `t` in the pass over a single row."""
+        # Without a pair of traces, this pass itself is over a single row.
         if self.recorder.trace_pair is None:
             return t
         return self._find_in_trace_pair()[0].arguments[self.use.index_of(t)]

@@ -219,15 +219,20 @@ class SampleIds:
             activations: the input of the product, with f features.
             arrange: reshapes the gradient from [b, 1, o, f] to [b, *W.shape], for b samples and o
                 features of the product.
+
+        Returns:
+            The gradient of each sample, an outer product over that sample's positions.
         """
         indices = self._positions_by_sample()
+        product = self.results[0].result  # [*t, o]
         sizes = OuterSizes(
             positions=indices.shape[1],
-            out_features=self.results[0].result.shape[-1],
+            out_features=product.shape[-1],
             in_features=activations.shape[-1],
             groups=1,
         )
         return Outer(
+            # Called with the cotangent; the activations are known, but gathered only when needed.
             grad_outputs=partial(_gather, indices=indices),
             activations=partial(_gather, activations, indices),
             arrange=arrange,
