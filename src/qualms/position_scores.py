@@ -217,13 +217,13 @@ class PositionScorer:
                 table.scores[name] = value
                 table.errors[name] = error.to(dtype)
             if targets is not None and smooth is None and lam is None:
-                norm = sums.of_text()
+                norm = sums.text_norm()
                 sequence = torch.tensor(torch.nan if norm is None else norm, dtype=dtype)
                 table = replace(table, sequence=sequence)
         for name in self.methods:
             table.scores[name] = table.scores[name].to(dtype)
             table.errors.setdefault(name, torch.zeros_like(table.scores[name]))
-        return table.map(lambda t: sample.put_back(t.unflatten(0, shape), missing_value(t)))
+        return table.map(lambda t: sample.restore_padding(t.unflatten(0, shape), missing_value(t)))
 
     def _sum_tangents(
         self,
@@ -266,7 +266,9 @@ class PositionScorer:
             smooth,
         )
         engine = PositionSketchEngine(context.cache)
-        plan = engine.plan(request, expected, lam, TangentSums.held(expected.shape, rows))
+        plan = engine.plan(
+            request, expected, lam, TangentSums.bytes_per_tangent(expected.shape, rows)
+        )
         for products in engine.run(plan, request):
             sums.add(products)
             del products  # before the next pass begins
@@ -333,7 +335,7 @@ class PositionScorer:
             model=models_at[0],
             settings=replace(context.settings, params=params),
             members=tuple(models_at[1:]),
-            cache=context.cache.once(("position", position), PlanCache),
+            cache=context.cache.get_or_compute(("position", position), PlanCache),
             method_cache={},
         )
         batch_context = BatchContext(at_position, sample.batch, [number])

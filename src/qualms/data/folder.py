@@ -82,7 +82,7 @@ def read_lsun(root: Path, split: str) -> Images:
     """
     candidates = [root / folder for folder in LSUN_FOLDERS]
     path = find_first(candidates, f"folder {' or '.join(LSUN_FOLDERS)}")
-    transform = ImageTransform((32, 32), by="as CIFAR's are")
+    transform = ImageTransform((32, 32), by="to match CIFAR")
     return read_folder(path, split, "lsun", transform)
 
 

@@ -63,10 +63,10 @@ def read_mat(content: bytes) -> dict[str, Variable]:
     # The header ends with a version of two bytes, then two letters in the byte order.
     byte_order = {b"IM": "<", b"MI": ">"}.get(content[HEADER_BYTES - 2 : HEADER_BYTES])
     if byte_order is None:
-        raise ValueError("no MATLAB 5 file")
+        raise ValueError("not a MATLAB 5 file")
     (version,) = struct.unpack(f"{byte_order}H", content[HEADER_BYTES - 4 : HEADER_BYTES - 2])
     if version != 0x0100:
-        raise ValueError("no MATLAB 5 file")
+        raise ValueError("not a MATLAB 5 file")
     variables: dict[str, Variable] = {}
     for element in _iter_elements(memoryview(content)[HEADER_BYTES:], byte_order):
         kind, inside = _decompress(element, byte_order)

@@ -37,8 +37,8 @@ def read_svhn(root: Path, split: str) -> Images:
         )
     if not _are_svhn_labels(labels):
         raise QualmsError(
-            f"the labels in {path} are not all from 1 to 10, as SVHN numbers its classes; "
-            "download it again."
+            f"the labels in {path} are not all from 1 to 10, the classes of SVHN; download it "
+            "again."
         )
     # Label 10 stands for the digit 0.
     digits = labels.astype("int64") % 10

@@ -112,7 +112,7 @@ def _from_export(path: Path) -> nn.Module:
     with explain_failure(explain):
         # This check can raise too.
         if not zipfile.is_zipfile(path):
-            raise zipfile.BadZipFile("no zip file")
+            raise zipfile.BadZipFile("not a zip file")
         model = torch.export.load(path).module()
     training_operator = _find_training_operator(model)
     if training_operator is not None:

@@ -422,7 +422,7 @@ def _read_export_transform(model: nn.Module) -> ImageTransform | None:
     # Sizes that were exported as dynamic are symbols instead of integers.
     if not all(isinstance(length, int) for length in (channels, height, width)):
         return None
-    by = "as the network was exported"
+    by = "as in the exported network"
     return ImageTransform((height, width), channels=_known_channels(channels), by=by)
 
 
