@@ -15,7 +15,8 @@ from qualms.methods.method import TRAINING_DATA, Method
 from qualms.stream.network import Network
 from qualms.tasks.paper_tables import MAX_TRAIN_IMAGES
 
-MAX_LISTED = 3  # inputs that could not be read, named on the terminal
+# How many of the inputs that could not be read are named on the terminal.
+MAX_LISTED = 3
 
 
 def test_images(
@@ -27,7 +28,7 @@ def test_images(
     """Read test images. If two groups have the same name, each is named by its whole path.
 
     Args:
-        names: The names of datasets, or the paths of files or folders.
+        names: The names of datasets, or the paths of files or folders, as --id and --ood give them.
         root: The folder with the datasets.
         transform: The transform that is applied to files, which may hold images of several sizes;
             None reads files unchanged. Datasets are transformed by the network, batch by batch.
@@ -36,13 +37,13 @@ def test_images(
     Returns:
         The images of each name, in the order of `names`.
     """
-    groups = [_read(name, root, "test", transform, strict) for name in names]
+    groups = [_read_split(name, root, "test", transform, strict) for name in names]
     short_names = [images.name for images in groups]
-    distinct = []
+    distinct_groups = []
     for name, images in zip(names, groups, strict=True):
         is_shared = short_names.count(images.name) > 1
-        distinct.append(replace(images, name=name) if is_shared else images)
-    return distinct
+        distinct_groups.append(replace(images, name=name) if is_shared else images)
+    return distinct_groups
 
 
 def training_images(
@@ -62,8 +63,8 @@ def training_images(
         name: A dataset, file or folder.
         root: The folder with the datasets.
         transform: The transform that is applied to files, as for `test_images`.
-        test: The test images of the same name. If the training images are the same, None is
-            returned.
+        test: The test images of the same dataset, file or folder. If the training images are these,
+            None is returned.
 
     Returns:
         At most `MAX_TRAIN_IMAGES` images.
@@ -71,7 +72,8 @@ def training_images(
     if not any(TRAINING_DATA in method.needs for method in methods.values()):
         return None
     try:
-        train = _read(name, root, "train", transform, strict=True)
+        train = _read_split(name, root, "train", transform, strict=True)
+    # The dataset has no training images that can be read.
     except QualmsError:
         return None
     if train.fingerprint() == test.fingerprint():
@@ -79,7 +81,7 @@ def training_images(
     return train.subset(MAX_TRAIN_IMAGES)
 
 
-def _read(
+def _read_split(
     name: str, root: Path | None, split: str, transform: ImageTransform | None, strict: bool
 ) -> Images:
     """Read one split of a dataset, file or folder.

@@ -15,7 +15,7 @@ from qualms.cli.commands import short_warnings
 from qualms.cli.options import DECIDING_SPECS, Model, parse_methods, with_options
 from qualms.cli.price_estimate import describe_price
 from qualms.cli.scoring_run import ScoreOptions, prepare_run
-from qualms.cli.signals import at_sigterm, interrupt, leave
+from qualms.cli.signals import at_sigterm, exit_at_once, terminate_service
 from qualms.cli.status import echo
 from qualms.errors import QualmsError
 from qualms.methods.method import Method
@@ -106,7 +106,7 @@ def serve(
         max_pixels: The most pixels in a request.
     """
     # The first process of a container ignores a signal without a handler, also while it loads.
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, terminate_service)
     if not math.isfinite(max_body):
         raise QualmsError(f"--max-body is {max_body}; pass a number above 0.")
     settings = ServiceConfig(
@@ -124,7 +124,7 @@ def serve(
     limit = None if threshold is None else Threshold.load(threshold)
     address = _address(name or model)
     try:
-        with at_sigterm(leave):
+        with at_sigterm(exit_at_once):
             from qualms.service.scoring import describe_unloaded
             from qualms.service.server import serve as run
     except ModuleNotFoundError as missing:
