@@ -10,7 +10,7 @@ import typer
 from torch import nn
 
 from qualms.cli.options import Json, Weights
-from qualms.cli.price_estimate import duration
+from qualms.cli.price_estimate import format_duration
 from qualms.errors import QualmsError, reason
 from qualms.methods.method import MODELS, TRAINING_DATA
 from qualms.methods.registry import DEFAULT, list_methods, parse
@@ -110,7 +110,7 @@ def _list_prices(model: str, weights: Path | None, json_lines: bool) -> None:
             typer.echo(f"{spec:<24} {row['why']}")
         else:
             passes = f"{row['forward_passes']:>8,.1f} passes"
-            typer.echo(f"{spec:<24} {passes}  {duration(row['seconds']):>8} per image")
+            typer.echo(f"{spec:<24} {passes}  {format_duration(row['seconds']):>8} per image")
 
 
 def _estimate_price(spec: str, network: nn.Module, x: torch.Tensor) -> dict[str, Any]:
