@@ -13,7 +13,7 @@ from qualms import metrics
 from qualms.data import Normalization
 from qualms.methods import parse
 from qualms.report import numbers
-from qualms.report.comparison import cells, columns, describe_comparison, format_cost
+from qualms.report.comparison import describe_comparison, format_cost, list_columns, make_cells
 from qualms.report.content import Content, Group, LayerContributions
 from qualms.report.gallery import confident_mistakes, extreme_images
 from qualms.report.layer_chart import layer_name, layers_of
@@ -234,8 +234,8 @@ def test_without_anything_to_compare_there_is_a_reason() -> None:
 def test_whiskers_span_the_methods_that_are_for_use() -> None:
     content = full()
     judged = numbers.summarize_methods(content, resamples=50)
-    heads = [column.text for column in columns(content, judged)]
-    rows = {j.method: cells(content, judged, j) for j in judged}
+    heads = [column.heading for column in list_columns(content, judged)]
+    rows = {j.method: make_cells(content, judged, j) for j in judged}
     assert all(len(row) == len(heads) for row in rows.values())
     drawn = [row[0]["whisker"] for name, row in rows.items() if name != "flat"]
     assert all(0 < w["low"] <= w["at"] <= w["low"] + w["width"] < 100 for w in drawn)

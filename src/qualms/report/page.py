@@ -74,7 +74,7 @@ def _html(content: Content, summaries: list[MethodSummary]) -> str:
         title=content.title,
         facts=_facts(content),
         groups=[group.name for group in content.groups],
-        columns=comparison.columns(content, summaries),
+        columns=comparison.list_columns(content, summaries),
         bodies=_table_bodies(content, summaries, verdict),
         summary=comparison.describe_comparison(content, summaries, verdict),
         start=names.index(start),
@@ -130,7 +130,7 @@ def _table_bodies(
         row = {
             "method": summary.method,
             "number": number,
-            "cells": comparison.cells(content, summaries, summary),
+            "cells": comparison.make_cells(content, summaries, summary),
             "tied": summary.method in best,
             "default": summary.method == default,
         }
