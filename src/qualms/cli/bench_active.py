@@ -23,8 +23,8 @@ from qualms.tasks.journal import Journal
 from qualms.tasks.rows import LeftOutRow, Row
 from qualms.training import RECIPES
 
-# A dict from the name of a picker, as rows have it, to the method whose highest scores are picked, or
-# to None, which picks at random.
+# A dict from the name of a picker, as rows have it, to the method whose highest scores are picked,
+# or to None, which picks at random.
 Pickers = dict[str, Method | None]
 EPOCHS = RECIPES["active"].epochs
 

@@ -92,10 +92,9 @@ def rows_file(task: str, inside: str, name: str, seed: int) -> Path:
         name: The network, as --model names it.
         seed: The seed of the run.
     """
-    return (
-        Path("runs")
-        / f"{task}-{_replace_special_characters(inside)}-{_replace_special_characters(name)}-seed{seed}.jsonl"
-    )
+    inside_part = _replace_special_characters(inside)
+    name_part = _replace_special_characters(name)
+    return Path("runs") / f"{task}-{inside_part}-{name_part}-seed{seed}.jsonl"
 
 
 def _replace_special_characters(text: str) -> str:

@@ -153,8 +153,8 @@ def run_task(
         name: The name of the task, which is part of the name of the file of rows, and of the file's
             first line.
         options: The options of the command.
-        choose_methods: Takes the name of the dataset that the network knows, and returns the methods
-            to evaluate.
+        choose_methods: Takes the name of the dataset that the network knows, and returns the
+            methods to evaluate.
         measure: Runs the task, and yields its rows.
         table: Formats the rows as a table.
         outside: The names of the datasets that the network does not know.
@@ -173,7 +173,8 @@ def run_task(
         echo_images(network, images, *others)
         network.require_input_size(images)
         images = network.relabel(images)
-        # Compared to all test images, not only to --count of them, which methods may not learn from.
+        # Compared to all test images, not only to --count of them, which methods may not learn
+        # from.
         train = training_images(
             requested_methods, options.inside, options.root, network.transform, test=all_images[0]
         )

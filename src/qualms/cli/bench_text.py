@@ -116,7 +116,7 @@ def text(options: TokenTaskOptions) -> None:
 
 
 def _choose_titles(names: list[str]) -> list[str]:
-    """Return what tables call the texts: the stems of the files, or the names if two stems are equal.
+    """Return what tables call the texts: the stems of the files, or the names if stems are equal.
 
     Args:
         names: Files or folders, as the command line names them.

@@ -122,7 +122,7 @@ def qualms(
 
 
 class UnexpectedError(QualmsError):
-    """A bug of the library or of the user's code, which raised another error; the exit code is 3."""
+    """A bug of the library or of the user's code, for which the exit code is 3."""
 
 
 def run() -> None:
@@ -230,7 +230,8 @@ def short_warnings() -> Iterator[None]:
             echo(f"qualms: {message}")
 
     with warnings.catch_warnings():
-        # "always" turns off Python's own record of the warnings shown so far; `printed` replaces it.
+        # "always" turns off Python's own record of the warnings shown so far; `printed` replaces
+        # it.
         for category in OUR_WARNINGS:
             warnings.simplefilter("always", category)
         warnings.showwarning = print_once

@@ -17,7 +17,7 @@ from qualms.data import DATASETS, load
 from qualms.errors import QualmsError, explain_failure, reason
 from qualms.functional import score
 from qualms.models.cnn import mnist_cnn
-from qualms.report.tables import markdown
+from qualms.report.tables import markdown_table
 from qualms.version import __version__
 
 # For each package: its module, its name for pip, and what it is needed for.
@@ -81,7 +81,7 @@ def _print_table(head: list[str], rows: list[dict[str, Any]]) -> None:
         rows: The rows, each with one value per column, in the order of `head`.
     """
     cells = [list(row.values()) for row in rows]
-    typer.echo(f"\n{markdown(head, cells)}")
+    typer.echo(f"\n{markdown_table(head, cells)}")
 
 
 def _package_version(module: str, package: str) -> str:

@@ -40,7 +40,7 @@ class TextInput:
         """Score every token of documents.
 
         Args:
-            documents: The documents of `texts`, which the model may have continued.
+            documents: The documents; the model may have continued their texts.
             methods: The methods by their specs.
             engine: The engine of the gradient scores; None for the sketch.
             seed: The seed of all random draws.

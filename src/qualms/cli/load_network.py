@@ -69,8 +69,8 @@ def load_network(
         folder = Path(options.root or "data") / "weights"
         weights = _find_weights(name, entry, folder, allow_random)
     if ":" in name:
-        # The name may be an import path, such as `my_code:network`. Its module may be in the working
-        # directory, which Python does not search when an installed command runs.
+        # The name may be an import path, such as `my_code:network`. Its module may be in the
+        # working directory, which Python does not search when an installed command runs.
         sys.path.insert(0, "")
     # A network without a published checkpoint can have as many classes as the dataset.
     if classes is None and entry is not None and entry.file is None and dataset is not None:
@@ -181,7 +181,7 @@ def _find_normalization(
 
 
 def _published_channels(published: Preprocessing) -> int | None:
-    """Return the number of channels of a network's inputs; None if its publisher does not state it."""
+    """Return the channels of a network's inputs, or None if its publisher does not state them."""
     return None if published.transform is None else published.transform.channels
 
 

@@ -35,7 +35,7 @@ DECIDING_SPECS = "Comma-separated methods; the first one decides."
 
 
 def _require_tolerance(tolerance: float | None) -> float | None:
-    """Return the value of --tolerance, or raise an error if it is out of range: a typer callback."""
+    """Return the value of --tolerance; raise an error if it is out of range. A typer callback."""
     if tolerance is not None and not 0 <= tolerance < 1:
         raise QualmsError(
             f"--tolerance is {tolerance:g}; pass a number of at least 0 (exact) and below 1."
@@ -276,8 +276,8 @@ def with_options(
     ) -> Callable[..., None]:
         """Return a function whose parameters are a command's own and the fields of the dataclass.
 
-        It calls the command with an instance of the dataclass as the first argument. Typer reads the
-        signature and the annotations that are set here.
+        It calls the command with an instance of the dataclass as the first argument. Typer reads
+        the signature and the annotations that are set here.
         """
         shared = inspect.signature(options).parameters
         # Without the first parameter, which receives the dataclass.

@@ -153,8 +153,8 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         failed = error_type is not None and issubclass(error_type, QualmsError)
         if failed and self._parts and self._path is not None:
             echo(f"{_describe_progress(self._path)}.")
-        # A file with batches stays. Another is removed before the journal unlocks it, so that no other
-        # run can have opened it.
+        # A file with batches stays. Another is removed before the journal unlocks it, so that no
+        # other run can have opened it.
         is_settled = bool(self._parts) or self._remove()
         self._journal.__exit__()
         # Windows refuses to remove an open file, so it is removed after closing.

@@ -55,17 +55,15 @@ def echo_price(scorer: Scorer, one_input: Tensor, images: int | None) -> None:
         echo(f"about {describe_price(price)}")
         return
     seconds = images * price.seconds
-    echo(
-        f"{count_of(images, 'image')}, about {format_duration(seconds)} ({_format_passes(price)} each)"
-    )
+    time = format_duration(seconds)
+    echo(f"{count_of(images, 'image')}, about {time} ({_format_passes(price)} each)")
     if seconds <= LONG:
         return
     for label, cheaper_price in _cheaper_prices(scorer, one_input, price):
         time = format_duration(images * cheaper_price.seconds)
+        passes = _format_passes(cheaper_price)
         times_less = _format_number(price.forward_passes / cheaper_price.forward_passes)
-        echo(
-            f"  cheaper: {label}: about {time} ({_format_passes(cheaper_price)} each, {times_less} times less)"
-        )
+        echo(f"  cheaper: {label}: about {time} ({passes} each, {times_less} times less)")
 
 
 def echo_price_of_groups(
@@ -129,7 +127,8 @@ def _cheaper_prices(scorer: Scorer, one_input: Tensor, price: Price) -> Iterator
         price: The price of the scorer.
     """
     for way in _cheaper_ways(scorer):
-        # pixel_std=1.0 leaves the methods' noise unchanged: it is in the units of the inputs already.
+        # pixel_std=1.0 leaves the methods' noise unchanged: it is in the units of the inputs
+        # already.
         cheaper_price = Scorer(scorer.model, way.methods, pixel_std=1.0, **way.settings).price(
             one_input
         )

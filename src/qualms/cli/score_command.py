@@ -264,7 +264,8 @@ def _prepare_run(
     """
     run = prepare_run(images, model, methods, options)
     if acceptance.threshold is not None:
-        # Built only for its check of the threshold, so that an error is raised before images are read.
+        # Built only for its check of the threshold, so that an error is raised before images are
+        # read.
         run.make_scorer(acceptance.threshold)
     return run
 

@@ -71,8 +71,8 @@ class ImageOrTokenOptions(ShardOptions):
         """Raise an error if options are given that have no effect: with --tokens, or without it.
 
         Args:
-            image_options: Further options for images alone, by name, which are not fields of this class;
-                None if they are not given.
+            image_options: Further options for images alone, by name, which are not fields of this
+                class; None if they are not given.
         """
         if not self.tokens:
             if self.generate or self.tangents:
@@ -196,4 +196,5 @@ def _describe_worst(scored: Sequence[ScoredDocument], method: str) -> str:
     quote = " ".join(document.document.text[start:end].split())
     if len(quote) > QUOTE_LENGTH:
         quote = f"{quote[:QUOTE_LENGTH]} …"
-    return f"most uncertain by {method}: {document.document.name}, characters {start} to {end}: {quote}"
+    place = f"{document.document.name}, characters {start} to {end}"
+    return f"most uncertain by {method}: {place}: {quote}"

@@ -125,8 +125,8 @@ class ScoringRun:
         """
         first_name = next(iter(self.methods))
         scorer = self.make_scorer(methods={first_name: self.methods[first_name]})
-        # A scorer chooses its engine when it first scores. A run that resumes may have nothing left to
-        # score, but the threshold must record the engine.
+        # A scorer chooses its engine when it first scores. A run that resumes may have nothing left
+        # to score, but the threshold must record the engine.
         scorer.choose_engine(self.network.inputs(images.take(slice(1))))
         return scorer, self.score(scorer, images, partial, REFERENCE)
 
@@ -163,7 +163,7 @@ class ScoringRun:
         image_scorer = ImageScorer(self.network, scorer)
 
         def score_batch(batch: ImageBatch) -> Scored:
-            """Score a batch; raise an error if --classes gives another number than it has classes."""
+            """Score a batch; raise an error if --classes gives another number of classes."""
             scored = image_scorer.score(batch.images, batch.first)
             self.require_class_count(scored.probs.shape[1])
             return scored

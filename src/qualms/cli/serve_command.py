@@ -149,8 +149,8 @@ class _Loader:
 
     Args:
         url_name: The network's name in responses and URLs.
-        log_name: The network's name in the log and at `/readyz` during startup. Anybody can read it,
-            so it must not contain folders.
+        log_name: The network's name in the log and at `/readyz` during startup. Anybody can read
+            it, so it must not contain folders.
         model: The name of the network, as for `load_model`.
         methods: The methods by their specs, with noise for pixels in [0, 1].
         options: The other options.

@@ -222,7 +222,7 @@ def describe_result(
 
 
 def describe_rejections(rejected: int, rejected_list: Path | None) -> str:
-    """Return `; 2 could not be read: scores.rejected.csv`, or an empty text without rejected inputs.
+    """Return `; 2 could not be read: scores.rejected.csv`, or empty text if all could be read.
 
     Args:
         rejected: The number of inputs that could not be read.
@@ -265,8 +265,8 @@ def _write_csv(columns: dict[str, list[Any]], file: io.TextIOBase) -> None:
 class _UnixLines:
     """A text file whose lines end in a line feed alone.
 
-    The csv module writes `\\r\\n`, and this class replaces it. With `lineterminator="\\n"` instead, the
-    module would not quote a text that contains a carriage return.
+    The csv module writes `\\r\\n`, and this class replaces it. With `lineterminator="\\n"` instead,
+    the module would not quote a text that contains a carriage return.
     """
 
     def __init__(self, file: io.TextIOBase) -> None:
@@ -274,7 +274,7 @@ class _UnixLines:
         self.file = file
 
     def write(self, line: str) -> None:
-        """Write a line that the csv module has formatted, with `\\n` for the `\\r\\n` at its end."""
+        """Write a line of the csv module, with `\\n` in place of the `\\r\\n` at its end."""
         self.file.write(f"{line.removesuffix(csv.excel.lineterminator)}\n")
 
 

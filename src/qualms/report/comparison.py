@@ -19,7 +19,8 @@ class Column:
     """The heading of a column of the table that compares methods.
 
     Args:
-        group_name: The name of the group of images that the column is about; empty if there is none.
+        group_name: The name of the group of images that the column is about; empty if there is
+            none.
         heading: The name of the measure.
         explanation: An explanation of the heading.
         visibility: When the column is shown: `first` always, `wide` on any screen wider than a
@@ -47,7 +48,7 @@ class WhiskerRange:
     chance: float
 
     def position_of(self, value: float) -> float:
-        """Return the position of a value, from 0 at `low` to 100 at `high`; it is clipped to these."""
+        """Return the position of a value, from 0 at `low` to 100 at `high`, clipped to these."""
         share = (value - self.low) / (self.high - self.low)
         return round(100 * min(1.0, max(0.0, share)), 2)
 
@@ -103,8 +104,8 @@ def make_cells(
 
     Args:
         content: The content of the report.
-        summaries: The summaries of all methods. The range of whiskers is that of the methods that are
-            not only for comparison with the paper.
+        summaries: The summaries of all methods. The range of whiskers is that of the methods that
+            are not only for comparison with the paper.
         row_summary: The summary of the row's method.
 
     Returns:
@@ -241,8 +242,8 @@ def _format_interval(estimate: Estimate, scale: int, digits: int) -> str:
 def _whisker_range(estimates: Sequence[Estimate], chance: float) -> WhiskerRange:
     """Return the range that the whiskers of some estimates are drawn on, with a margin.
 
-    Below chance, the range is at most a tenth as long as above it; whiskers of worse methods are cut
-    off at its end.
+    Below chance, the range is at most a tenth as long as above it; whiskers of worse methods are
+    cut off at its end.
 
     Args:
         estimates: The estimates of a measure, for the methods whose whiskers decide the range.
@@ -284,9 +285,9 @@ def _estimate_cell(
         span: The range that the whisker is drawn on.
 
     Returns:
-        The `text`; the `key` to sort by; the interval as text (`range`); and the `whisker`, in percent
-        of the cell's width: its left end (`low`) and `width`, and the positions of the dot (`at`)
-        and of `chance` (-1 if it is outside of the range).
+        The `text`; the `key` to sort by; the interval as text (`range`); and the `whisker`, in
+        percent of the cell's width: its left end (`low`) and `width`, and the positions of the dot
+        (`at`) and of `chance` (-1 if it is outside of the range).
     """
     low, high = estimate.low, estimate.high
     # Without an interval, the whisker has no length.

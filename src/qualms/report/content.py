@@ -22,8 +22,8 @@ class Group:
         images: The images.
         scores: A dict from the name of each method to the scores of the n images, of shape [n].
         predicted: The predicted class of each image, of shape [n].
-        labels: The true class of each image, of shape [n], as an index into `images.classes`; None if
-            it is not known.
+        labels: The true class of each image, of shape [n], as an index into `images.classes`; None
+            if it is not known.
         confidence: The probability of each predicted class, of shape [n]; None if it is not known.
     """
 
@@ -108,8 +108,8 @@ class Content:
         costs: The cost of each method in forward passes: a number, or words such as `method.cost`.
         layers: A dict from the names of methods to the contributions of layers to their scores.
         cycles: Rows of active learning, as `qualms.tasks.active` yields them.
-        kinds: A dict from the names of methods, as in `scores`, to the methods. Names that are specs,
-            such as `regrad+layers`, may be left out.
+        kinds: A dict from the names of methods, as in `scores`, to the methods. Names that are
+            specs, such as `regrad+layers`, may be left out.
         left_out: Rows of the methods that could not be used, with reasons.
         classes: The names of the network's classes; by default those of the known images.
     """

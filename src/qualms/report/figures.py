@@ -19,15 +19,16 @@ Figure = dict[str, Any]
 def roc_figure(content: Content, method: str) -> Figure:
     """Return the ROC curve of each unknown group against the known images.
 
-    A curve shows the percentage of unknown images that is flagged over the percentage of known images
-    that is flagged.
+    A curve shows the percentage of unknown images that is flagged over the percentage of known
+    images that is flagged.
 
     Args:
         content: The content of the report.
         method: The method whose scores are drawn.
 
     Returns:
-        The titles of the axes (`x`, `y`), the `lines` (see `_make_line`), and a sentence as `summary`.
+        The titles of the axes (`x`, `y`), the `lines` (see `_make_line`), and a sentence as
+        `summary`.
     """
     lines = [_make_line("chance", None, [0, 100], [0, 100])]
     auroc_texts = []
@@ -56,7 +57,8 @@ def lift_figure(content: Content, method: str) -> Figure:
         method: The method whose scores decide the order.
 
     Returns:
-        The titles of the axes (`x`, `y`), the `lines` (see `_make_line`), and a sentence as `summary`.
+        The titles of the axes (`x`, `y`), the `lines` (see `_make_line`), and a sentence as
+        `summary`.
     """
     correct = content.known.correct
     scores = content.known.scores[method]
@@ -73,7 +75,8 @@ def lift_figure(content: Content, method: str) -> Figure:
     if 0 < accuracy_of_all < 1:
         raulc_text = f"rAULC {raulc(scores, correct):.3f}."
     half_text = format_percent(accuracy_of_half)
-    summary = f"Accuracy: {half_text} of the most certain half, {format_percent(accuracy_of_all)} of all; {raulc_text}"
+    all_text = format_percent(accuracy_of_all)
+    summary = f"Accuracy: {half_text} of the most certain half, {all_text} of all; {raulc_text}"
     return {
         "x": "known images accepted, %",
         "y": "accuracy / overall accuracy",
@@ -91,8 +94,8 @@ def learning_figure(curves: Sequence[LearningCurve], title: str, best: str) -> F
         best: Which value is best: `highest` if the measure is a share, `lowest` if it is not.
 
     Returns:
-        The titles of the axes (`x`, `y`), the `lines` (see `_make_line`), each with the smallest and
-        largest values over seeds as `low` and `high`, and a sentence as `summary`.
+        The titles of the axes (`x`, `y`), the `lines` (see `_make_line`), each with the smallest
+        and largest values over seeds as `low` and `high`, and a sentence as `summary`.
     """
     is_share = best == "highest"
     scale = 100 if is_share else 1
@@ -107,7 +110,8 @@ def learning_figure(curves: Sequence[LearningCurve], title: str, best: str) -> F
     value_text = f"{best_curve.mean[-1]:.3f}"
     if is_share:
         value_text = format_percent(best_curve.mean[-1])
-    summary = f"After {best_curve.labeled[-1]} labels, {best_curve.method} has the {best} value, {value_text}."
+    num_labels = best_curve.labeled[-1]
+    summary = f"After {num_labels} labels, {best_curve.method} has the {best} value, {value_text}."
     return {"x": "labeled images", "y": title, "lines": lines, "summary": summary}
 
 

@@ -25,7 +25,8 @@ from qualms.report.offline import (
 )
 
 MAX_IMAGES = 12  # images that are shown; the numbers of the page are over all images
-# The number of thresholds; each accepts half a percent of the known pixels more than the one before.
+# The number of thresholds; each accepts half a percent of the known pixels more than the one
+# before.
 STEPS = 200
 NO_SCORE = 255  # the level of pixels without a score
 COVERAGE = 95  # the first threshold, in percent
@@ -110,7 +111,7 @@ class Maps:
 
     @property
     def is_counted(self) -> Bool[np.ndarray, "n h w"]:
-        """Whether each pixel is in the numbers: its label is not `ignore_index`, or there are no labels."""
+        """Whether each pixel counts: its label is not `ignore_index`, or there are no labels."""
         if self.labels is None:
             return np.ones(self.prediction.shape, bool)
         return self.labels != self.ignore_index
@@ -179,10 +180,10 @@ def _rank_methods(maps: Maps) -> list[dict[str, Any]]:
 
 
 def _compute_measures(maps: Maps, method: str) -> dict[str, float]:
-    """Compute the measures of a method, as a dict with those keys of `MEASURES` that can be computed.
+    """Compute the measures of a method, as a dict with keys of `MEASURES`.
 
-    Without labels, it is empty. `wrong` needs known pixels with right and with wrong predictions; the
-    other measures need unknown pixels.
+    Without labels, the dict is empty. `wrong` needs known pixels with right and with wrong
+    predictions; the other measures need unknown pixels.
     """
     if maps.labels is None:
         return {}
@@ -222,11 +223,11 @@ def _image_data(maps: Maps, index: int, colors: Mapping[int, str]) -> dict[str, 
 def _method_data(maps: Maps, method: str, shown_indices: range) -> dict[str, Any]:
     """Return what the page's script reads about a method.
 
-    A pixel is accepted if its score is at most the threshold, otherwise flagged. Threshold k accepts k
-    of `STEPS` equal shares of the known pixels. The dict has the `thresholds`; for each of them the
-    share of known pixels that it accepts (`accepted`), of unknown pixels that it flags (`flagged`),
-    and of right predictions among the accepted known pixels (`right`); and for each shown pixel how
-    many thresholds flag it (`levels`).
+    A pixel is accepted if its score is at most the threshold, otherwise flagged. Threshold k
+    accepts k of `STEPS` equal shares of the known pixels. The dict has the `thresholds`; for each
+    of them the share of known pixels that it accepts (`accepted`), of unknown pixels that it flags
+    (`flagged`), and of right predictions among the accepted known pixels (`right`); and for each
+    shown pixel how many thresholds flag it (`levels`).
 
     Args:
         maps: The content of the page.
@@ -235,30 +236,30 @@ def _method_data(maps: Maps, method: str, shown_indices: range) -> dict[str, Any
     """
     scores = maps.scores[method].astype(np.float64)
     is_counted = maps.is_counted & np.isfinite(scores)
-    known = np.sort(scores[is_counted & ~maps.is_unknown])
-    unknown = np.sort(scores[is_counted & maps.is_unknown])
+    known_scores = np.sort(scores[is_counted & ~maps.is_unknown])
+    unknown_scores = np.sort(scores[is_counted & maps.is_unknown])
     shares = np.arange(1, STEPS + 1) / STEPS
-    # Threshold k is the score that k of `STEPS` shares of the known pixels do not exceed. Subtracting
-    # 1e-9 keeps rounding errors from moving an integer to the next one.
-    threshold_indices = np.ceil(shares * len(known) - 1e-9).astype(int) - 1
-    thresholds = known[threshold_indices]
-    accepted = np.searchsorted(known, thresholds, "right")
+    # Threshold k is the score that k of `STEPS` shares of the known pixels do not exceed.
+    # Subtracting 1e-9 keeps rounding errors from moving an integer to the next one.
+    threshold_indices = np.ceil(shares * len(known_scores) - 1e-9).astype(int) - 1
+    thresholds = known_scores[threshold_indices]
+    num_accepted = np.searchsorted(known_scores, thresholds, "right")
     data: dict[str, Any] = {
         "name": method,
         "thresholds": pack_array(thresholds),
-        "accepted": pack_array(accepted / len(known)),
+        "accepted": pack_array(num_accepted / len(known_scores)),
         "flagged": None,
         "right": None,
         "levels": [],
     }
-    if len(unknown):
-        share_below = np.searchsorted(unknown, thresholds, "right") / len(unknown)
-        data["flagged"] = pack_array(1 - share_below)
+    if len(unknown_scores):
+        share_accepted = np.searchsorted(unknown_scores, thresholds, "right") / len(unknown_scores)
+        data["flagged"] = pack_array(1 - share_accepted)
     if maps.labels is not None:
         is_right = is_counted & ~maps.is_unknown & (maps.prediction == maps.labels)
-        right = np.sort(scores[is_right])
-        accepted_right = np.searchsorted(right, thresholds, "right")
-        data["right"] = pack_array(accepted_right / accepted)
+        right_scores = np.sort(scores[is_right])
+        num_accepted_right = np.searchsorted(right_scores, thresholds, "right")
+        data["right"] = pack_array(num_accepted_right / num_accepted)
     for index in shown_indices:
         levels = _subsample(threshold_levels(scores[index], thresholds))
         data["levels"].append(pack_array(levels.reshape(-1)))
@@ -326,7 +327,7 @@ def _legend_entries(maps: Maps, colors: Mapping[int, str]) -> list[tuple[str, st
 
 
 def _paint_classes(classes: Int[np.ndarray, "h w"], colors: Mapping[int, str]) -> str:
-    """Draw an image's map of classes as a data URL; pixels of classes without color are transparent."""
+    """Draw an image's map of classes as a data URL; classes without color are transparent."""
     subsampled = _subsample(classes)
     picture = np.zeros((*subsampled.shape, 4), np.uint8)
     for class_index, color in colors.items():

@@ -114,7 +114,7 @@ def pack_array(values: np.ndarray) -> dict[str, str]:
         order and base64.
     """
     if values.dtype in (np.uint8, np.int32):
-        # `<i4` without the byte order is `i4`.
+        # `|u1` and `<i4` without their byte order.
         kind = values.dtype.str[1:]
         return {"kind": kind, "bytes": _encode(values, kind)}
     values = values.astype(np.float64)
