@@ -119,7 +119,7 @@ def test_shares_of_layers_are_means_over_the_inputs_of_a_group() -> None:
     rows = content.layers["exact"].contributions[:25]
     assert found.shares[0] == pytest.approx((rows / rows.sum(1, keepdims=True)).mean(0))
     assert found.shares.sum(1) == pytest.approx(1)
-    few = numbers.layer_shares(content, content.layers["exact"], most=2)
+    few = numbers.layer_shares(content, content.layers["exact"], max_layers=2)
     assert (few.names, few.others) == (["Conv 3×3 · conv2", "Linear · fc"], 1)
 
 
@@ -158,9 +158,9 @@ def test_learning_curves_begin_at_the_shared_start_and_average_over_seeds() -> N
 
 
 def test_the_gallery_shows_both_ends_and_no_image_twice() -> None:
-    assert extreme_images(np.array([3.0, 1, 2, 5, 4]), most=2) == ([1, 2], [3, 4])
-    assert extreme_images(np.array([3.0, 1, 2]), most=8) == ([1, 2], [0])
-    assert extreme_images(np.array([1.0]), most=8) == ([0], [])
+    assert extreme_images(np.array([3.0, 1, 2, 5, 4]), max_images=2) == ([1, 2], [3, 4])
+    assert extreme_images(np.array([3.0, 1, 2]), max_images=8) == ([1, 2], [0])
+    assert extreme_images(np.array([1.0]), max_images=8) == ([0], [])
 
 
 def test_confident_mistakes_come_worst_first() -> None:

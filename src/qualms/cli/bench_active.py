@@ -90,12 +90,12 @@ def active(options: ActiveOptions) -> None:
     test = load(options.inside, options.root, "test").subset(options.count or None)
     normalization = DATASETS[dataset].normalization
 
-    def build() -> nn.Module:
+    def build_network() -> nn.Module:
         """Build the network with fresh weights, which follow torch's global seed."""
         return load_model(model, classes=DATASETS[dataset].classes).to(device)
 
     requested_pickers = parse_pickers(options.methods, dataset)
-    network = Network(model, build(), normalization)
+    network = Network(model, build_network(), normalization)
     pickers, left_out = select_usable_pickers(network, train, requested_pickers)
     # What decides the rows: an earlier run can be resumed only if all of it is equal.
     about = {
@@ -107,7 +107,7 @@ def active(options: ActiveOptions) -> None:
     }
     with show_progress() as progress, Journal(rows_path, about) as journal:
         cycle_rows = task.active(
-            build,
+            build_network,
             train,
             test,
             normalization,

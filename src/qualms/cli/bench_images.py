@@ -16,7 +16,7 @@ from qualms.cli.bench_common import (
     print_rows,
     rows_file,
 )
-from qualms.cli.input_images import echo_images, test_images, training_images
+from qualms.cli.input_images import echo_images, read_test_images, read_training_images
 from qualms.cli.load_network import load_network, published_network
 from qualms.cli.options import Outside, Specs, parse_methods, with_options
 from qualms.cli.price_estimate import echo_price_of_groups
@@ -165,7 +165,7 @@ def run_task(
     with show_progress() as progress:
         network = load_network(options.inside, model, options, options.classes, allow_random)
         names = [options.inside, *outside]
-        all_images = test_images(names, options.root, network.transform, strict=False)
+        all_images = read_test_images(names, options.root, network.transform, strict=False)
         # --count 0 stands for all images, as does None for `subset`.
         count = options.count or None
         images, *others = [dataset_images.subset(count) for dataset_images in all_images]
@@ -173,9 +173,8 @@ def run_task(
         echo_images(network, images, *others)
         network.require_input_size(images)
         images = network.relabel(images)
-        # Compared to all test images, not only to --count of them, which methods may not learn
-        # from.
-        train = training_images(
+        # Methods may not learn from any of the test images, whatever --count is.
+        train = read_training_images(
             requested_methods, options.inside, options.root, network.transform, test=all_images[0]
         )
         methods, left_out = select_usable(network, images, requested_methods, train)

@@ -131,13 +131,13 @@ def run() -> None:
     Errors are printed in one sentence; `--debug` anywhere on the command line adds the traceback.
     After SIGTERM, the exit code is `TERMINATED`, whichever exception the signal has led to.
     """
-    debug = "--debug" in sys.argv
-    if debug:
+    show_traceback = "--debug" in sys.argv
+    if show_traceback:
         sys.argv.remove("--debug")
     forget_sigterm()
     try:
         with short_warnings():
-            _run_app(debug)
+            _run_app(show_traceback)
     except (SystemExit, KeyboardInterrupt) as exit_exception:
         # A command that still succeeded after the signal keeps its exit code, 0.
         if is_terminated() and getattr(exit_exception, "code", None) != 0:
@@ -145,11 +145,11 @@ def run() -> None:
         raise
 
 
-def _run_app(debug: bool) -> None:
+def _run_app(show_traceback: bool) -> None:
     """Run the command, and exit with a sentence if it fails.
 
     Args:
-        debug: Whether to raise the error instead.
+        show_traceback: Whether to raise the error instead, so that Python prints the traceback.
     """
     try:
         with explain_failure(_explain_unexpected):
@@ -158,7 +158,7 @@ def _run_app(debug: bool) -> None:
         # The exception that the signal raised may have been turned into this error.
         if is_terminated():
             sys.exit(TERMINATED)
-        if debug:
+        if show_traceback:
             raise
         echo(f"qualms: {use_option_names(str(error))}")
         sys.exit(3 if isinstance(error, UnexpectedError) else 1)
@@ -230,8 +230,7 @@ def short_warnings() -> Iterator[None]:
             echo(f"qualms: {message}")
 
     with warnings.catch_warnings():
-        # "always" turns off Python's own record of the warnings shown so far; `printed` replaces
-        # it.
+        # "always" turns off Python's own record of shown warnings; `printed` replaces it.
         for category in OUR_WARNINGS:
             warnings.simplefilter("always", category)
         warnings.showwarning = print_once

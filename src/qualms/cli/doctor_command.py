@@ -128,7 +128,7 @@ def _count_images(name: str, root: Path | None) -> str:
         name: The name of the dataset.
         root: The folder with the datasets.
     """
-    # Without a folder to read, do not search ./data: reading a whole dataset takes long.
+    # If no folder is named, ./data is not searched, since reading a whole dataset takes long.
     if root is None and "QUALMS_DATA" not in os.environ and DATASETS[name].package is None:
         return "pass --root"
     try:

@@ -19,13 +19,16 @@ from qualms.tasks.paper_tables import MAX_TRAIN_IMAGES
 MAX_LISTED = 3
 
 
-def test_images(
+def read_test_images(
     names: list[str],
     root: Path | None,
     transform: ImageTransform | None,
-    strict: bool = True,  # noqa: PT028 (not a test)
+    strict: bool = True,
 ) -> list[Images]:
-    """Read test images. If two groups have the same name, each is named by its whole path.
+    """Read the test images of several datasets, files or folders.
+
+    If two of them have the same short name, such as folders in different places, their images are
+    named by the whole path instead.
 
     Args:
         names: The names of datasets, or the paths of files or folders, as --id and --ood give them.
@@ -46,7 +49,7 @@ def test_images(
     return distinct_groups
 
 
-def training_images(
+def read_training_images(
     methods: Mapping[str, Method],
     name: str,
     root: Path | None,
@@ -62,7 +65,7 @@ def training_images(
         methods: The methods by name.
         name: A dataset, file or folder.
         root: The folder with the datasets.
-        transform: The transform that is applied to files, as for `test_images`.
+        transform: The transform that is applied to files, as for `read_test_images`.
         test: The test images of the same dataset, file or folder. If the training images are these,
             None is returned.
 

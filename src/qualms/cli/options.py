@@ -289,7 +289,7 @@ def with_options(
         parameters.sort(key=_is_optional)
 
         @wraps(command)
-        def run(**values: Any) -> None:
+        def run_command(**values: Any) -> None:
             """Run the command, with the shared options collected into one object.
 
             Args:
@@ -298,9 +298,9 @@ def with_options(
             fields = {name: values.pop(name) for name in shared}
             command(options(**fields), **values)  # type: ignore[call-arg]
 
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        return run
+        run_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run_command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run_command
 
     return decorate
 

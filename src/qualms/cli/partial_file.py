@@ -98,7 +98,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
 
         Args:
             group: `IMAGES` or `REFERENCE`.
-            first: The position of the first image.
+            first: The position of the batch's first image in the group.
             count: The number of images in the batch.
         """
         row = self._parts.get((group, first))
@@ -177,7 +177,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
                 self._path.unlink()
 
     def _damage_error(self) -> QualmsError:
-        """Return the error for a file that something other than this class has changed."""
+        """Return the error for a file whose rows are not those that this class has written."""
         return QualmsError(f"{self._path} is damaged; remove it, and run the same command again.")
 
 
@@ -206,7 +206,7 @@ class PartialFileSink:
         """Add a batch to the parts if an earlier run has scored it; return whether it has.
 
         Args:
-            batch: A batch of the source; only its position and count are used.
+            batch: A batch of images, of which only the position and the count are used.
 
         Returns:
             False if the batch has to be scored.
@@ -220,8 +220,9 @@ class PartialFileSink:
         """Save the scores of a batch.
 
         Args:
-            batch: A batch of the source.
-            scored: The scores of the batch; never None, since all images are in memory.
+            batch: A batch of images.
+            scored: The scores of the batch. None would be a batch without a readable image, which
+                cannot occur here, since all images are in memory.
         """
         assert scored is not None
         row = part_row(self.group, batch.first, scored)
@@ -230,7 +231,7 @@ class PartialFileSink:
         self._append(row)
 
     def _append(self, row: PartRow) -> None:
-        """Add the scores of a saved batch, restored from its row, to the parts."""
+        """Restore the scores of a batch from its saved row, and append them to `parts`."""
         self.parts.append(self.file.restore(row, self.threshold))
         self.num_classes = row["classes"]
 
@@ -285,7 +286,7 @@ def part_row(group: str, first: int, scored: Scored) -> PartRow:
 
     Args:
         group: `IMAGES` or `REFERENCE`.
-        first: The position of the first image.
+        first: The position of the batch's first image in the group.
         scored: The scores of n images.
 
     Returns:

@@ -42,25 +42,25 @@ class CheaperWay:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def echo_price(scorer: Scorer, one_input: Tensor, images: int | None) -> None:
+def echo_price(scorer: Scorer, one_input: Tensor, num_images: int | None) -> None:
     """Print how long it takes to score some images and, if that is long, what is cheaper.
 
     Args:
         scorer: The scorer of the images.
         one_input: One image as the network's input, [1, c, h, w].
-        images: The number of images to score; None if it is not known.
+        num_images: The number of images to score; None if it is not known.
     """
     price = scorer.price(one_input)
-    if images is None:
+    if num_images is None:
         echo(f"about {describe_price(price)}")
         return
-    seconds = images * price.seconds
+    seconds = num_images * price.seconds
     time = format_duration(seconds)
-    echo(f"{count_of(images, 'image')}, about {time} ({_format_passes(price)} each)")
+    echo(f"{count_of(num_images, 'image')}, about {time} ({_format_passes(price)} each)")
     if seconds <= LONG:
         return
     for label, cheaper_price in _cheaper_prices(scorer, one_input, price):
-        time = format_duration(images * cheaper_price.seconds)
+        time = format_duration(num_images * cheaper_price.seconds)
         passes = _format_passes(cheaper_price)
         times_less = _format_number(price.forward_passes / cheaper_price.forward_passes)
         echo(f"  cheaper: {label}: about {time} ({passes} each, {times_less} times less)")
@@ -127,8 +127,7 @@ def _cheaper_prices(scorer: Scorer, one_input: Tensor, price: Price) -> Iterator
         price: The price of the scorer.
     """
     for way in _cheaper_ways(scorer):
-        # pixel_std=1.0 leaves the methods' noise unchanged: it is in the units of the inputs
-        # already.
+        # With pixel_std=1.0, noise is in the units of the inputs, as that of these methods is.
         cheaper_price = Scorer(scorer.model, way.methods, pixel_std=1.0, **way.settings).price(
             one_input
         )

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from qualms.cli.bench_common import rows_file
-from qualms.cli.input_images import echo_images, test_images, training_images
+from qualms.cli.input_images import echo_images, read_test_images, read_training_images
 from qualms.cli.input_texts import forbid_options
 from qualms.cli.load_network import published_network
 from qualms.cli.options import (
@@ -192,7 +192,7 @@ def _report_images(options: ReportOptions) -> None:
     known_images = groups[0]
     specs = "paper" if options.methods is None else options.methods
     requested_methods = parse_methods(specs, known_images.name)
-    train = training_images(
+    train = read_training_images(
         requested_methods, options.id, options.root, network.transform, test=all_known_images
     )
     methods, left_out = select_usable(network, known_images, requested_methods, train)
@@ -241,7 +241,7 @@ def _read_groups(
         to score, of which the first is from --id.
     """
     names = [known, *dict.fromkeys(split_list(options.ood))]
-    all_images = test_images(names, options.root, network.transform, options.strict)
+    all_images = read_test_images(names, options.root, network.transform, options.strict)
     # --count 0 stands for all images, as does None for `subset`.
     count = options.count or None
     known_images, *others = [images.subset(count) for images in all_images]

@@ -162,11 +162,11 @@ def score(
     table_name = None if table_path is None else str(table_path)
     summary = describe_result(
         scorer,
-        scored=len(scored),
-        accepted=num_accepted,
-        reference=acceptance.source,
+        num_scored=len(scored),
+        num_accepted=num_accepted,
+        threshold_source=acceptance.source,
         out=table_name,
-        rejected=num_rejected,
+        num_rejected=num_rejected,
         rejected_list=rejected_list,
     )
     print_result(scored, destination, json_lines, summary)
@@ -264,8 +264,7 @@ def _prepare_run(
     """
     run = prepare_run(images, model, methods, options)
     if acceptance.threshold is not None:
-        # Built only for its check of the threshold, so that an error is raised before images are
-        # read.
+        # Called for its check of the threshold, so that an error is raised before images are read.
         run.make_scorer(acceptance.threshold)
     return run
 

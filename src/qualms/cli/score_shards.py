@@ -138,11 +138,11 @@ def score_to_folder(
         raise interruption(GOES_ON) from None
     result = describe_result(
         scorer,
-        scored=done.scored,
-        accepted=done.accepted,
-        reference=threshold_source,
+        num_scored=done.scored,
+        num_accepted=done.accepted,
+        threshold_source=threshold_source,
         out=f"{folder}{os.sep}",
-        rejected=done.rejected,
+        num_rejected=done.rejected,
         rejected_list=folder / REJECTED,
     )
     typer.echo(result)

@@ -27,15 +27,15 @@ def interruption(remains: str | None) -> typer.Exit:
     return typer.Exit(INTERRUPTED)
 
 
-def exit_if_incomplete(rejected: int) -> None:
+def exit_if_incomplete(num_rejected: int) -> None:
     """Exit with `SOME_REJECTED` if some inputs could not be read.
 
     Args:
-        rejected: The number of inputs that could not be read.
+        num_rejected: The number of inputs that could not be read.
     """
     # Clears the line.
     status_line("")
-    if rejected:
+    if num_rejected:
         raise typer.Exit(SOME_REJECTED)
 
 

@@ -184,11 +184,11 @@ def _output_name(path: Path) -> str:
 
 def describe_result(
     scorer: Scorer,
-    scored: int,
-    accepted: int | None,
-    reference: str,
+    num_scored: int,
+    num_accepted: int | None,
+    threshold_source: str,
     out: str | None,
-    rejected: int,
+    num_rejected: int,
     rejected_list: Path | None,
 ) -> str:
     """Return the last line: how many images were scored, accepted and rejected, and where they are.
@@ -198,14 +198,14 @@ def describe_result(
 
     Args:
         scorer: The scorer of the images.
-        scored: The number of images with scores.
-        accepted: The number of accepted images; None without a threshold.
-        reference: The images or the file that the threshold comes from.
+        num_scored: The number of images with scores.
+        num_accepted: The number of accepted images; None without a threshold.
+        threshold_source: The images or the file that the threshold comes from.
         out: The table; None if it is not a file.
-        rejected: The number of images that could not be read.
+        num_rejected: The number of images that could not be read.
         rejected_list: The file that lists these images; None if there is none.
     """
-    text = f"{count_of(scored, 'image')} scored by {', '.join(scorer.methods)}"
+    text = f"{count_of(num_scored, 'image')} scored by {', '.join(scorer.methods)}"
     has_gradient_scores = any(isinstance(m, GradientScore) for m in scorer.methods.values())
     # The engine is described once it is chosen, and only if a score depends on it.
     if scorer.settings.engine != "auto" and has_gradient_scores:
@@ -213,25 +213,23 @@ def describe_result(
     if scorer.threshold is not None:
         deciding_method = next(iter(scorer.methods))
         rule = scorer.threshold.rule
-        text += (
-            f"; {accepted or 0} of {scored} accepted by {deciding_method}, at {rule} of {reference}"
-        )
+        text += f"; {num_accepted or 0} of {num_scored} accepted by {deciding_method}, at {rule} of {threshold_source}"
     if out is not None:
         text += f": {out}"
-    return text + describe_rejections(rejected, rejected_list)
+    return text + describe_rejections(num_rejected, rejected_list)
 
 
-def describe_rejections(rejected: int, rejected_list: Path | None) -> str:
+def describe_rejections(num_rejected: int, rejected_list: Path | None) -> str:
     """Return `; 2 could not be read: scores.rejected.csv`, or empty text if all could be read.
 
     Args:
-        rejected: The number of inputs that could not be read.
+        num_rejected: The number of inputs that could not be read.
         rejected_list: The file that lists these inputs; None if there is none.
     """
-    if not rejected:
+    if not num_rejected:
         return ""
     where = "" if rejected_list is None else f": {rejected_list}"
-    return f"; {rejected} could not be read{where}"
+    return f"; {num_rejected} could not be read{where}"
 
 
 def _json_line_per_row(rows: Rows) -> Iterator[str]:

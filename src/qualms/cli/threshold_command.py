@@ -227,8 +227,8 @@ def _describe_guarantee(threshold: Threshold) -> str:
     For example `At least 95 % of inputs like these are accepted`.
 
     Args:
-        threshold: The threshold, with a rule such as `coverage 0.95`, `risk 0.01 at confidence
-            0.95` or any other text.
+        threshold: The threshold, with a rule such as `coverage 0.95` or `risk 0.01`, or any other
+            text.
     """
     # Of `risk 0.01 at confidence 0.95`, the words are `risk`, `0.01` and `0.95`.
     kind, *numbers = threshold.rule.replace(" at confidence", "").split()
@@ -249,7 +249,7 @@ def _describe_guarantee(threshold: Threshold) -> str:
 def _to_json_values(threshold: Threshold) -> dict[str, object]:
     """Return a threshold as a dict for JSON, without the scores that it was set on.
 
-    If the threshold accepts nothing, its value is minus infinity, which JSON lacks; it becomes
+    The value of a threshold that accepts nothing is minus infinity, which JSON lacks; it becomes
     None.
     """
     content = asdict(threshold)

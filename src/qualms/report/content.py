@@ -46,7 +46,7 @@ class Group:
         """Raise an error unless there is one finite value per image.
 
         Args:
-            what: The name of the values in errors.
+            what: What error messages call the values.
             values: The values, of shape [n]; None if they are not known.
         """
         if values is None:

@@ -16,38 +16,40 @@ MAX_MISTAKES = 16  # wrongly predicted images that are shown
 MAX_SIDE = 96  # pixels; larger images are shrunk to it
 
 
-def extreme_images(scores: np.ndarray, most: int = MAX_EXTREMES) -> tuple[list[int], list[int]]:
+def extreme_images(
+    scores: np.ndarray, max_images: int = MAX_EXTREMES
+) -> tuple[list[int], list[int]]:
     """Return the images with the lowest and with the highest scores, the extreme ones first.
 
     No image is in both lists.
 
     Args:
         scores: The scores of the images, of shape [n].
-        most: The maximum number of images in each list.
+        max_images: The maximum number of images in each list.
 
     Returns:
         The indices of the images with the lowest scores, and of those with the highest.
     """
     order = np.argsort(scores, kind="stable").tolist()
     # Each list has at most half of the images, so that no image is in both.
-    lowest = order[: min(most, (len(order) + 1) // 2)]
-    highest = order[::-1][: min(most, len(order) // 2)]
+    lowest = order[: min(max_images, (len(order) + 1) // 2)]
+    highest = order[::-1][: min(max_images, len(order) // 2)]
     return lowest, highest
 
 
-def confident_mistakes(group: Group, most: int = MAX_MISTAKES) -> list[int]:
+def confident_mistakes(group: Group, max_images: int = MAX_MISTAKES) -> list[int]:
     """Return the indices of wrongly predicted images, in descending order of confidence.
 
     Args:
         group: Images with predictions; without labels or confidences, the list is empty.
-        most: The maximum number of images in the list.
+        max_images: The maximum number of images in the list.
     """
     if group.correct is None or group.confidence is None:
         return []
     wrong_indices = np.flatnonzero(~group.correct)
     # Negative, since argsort is ascending.
     order = np.argsort(-np.asarray(group.confidence)[wrong_indices], kind="stable")
-    return wrong_indices[order][:most].tolist()
+    return wrong_indices[order][:max_images].tolist()
 
 
 def class_name(index: int, classes: tuple[str, ...]) -> str:

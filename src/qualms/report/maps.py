@@ -25,8 +25,7 @@ from qualms.report.offline import (
 )
 
 MAX_IMAGES = 12  # images that are shown; the numbers of the page are over all images
-# The number of thresholds; each accepts half a percent of the known pixels more than the one
-# before.
+# The number of thresholds: from one to the next, half a percent more known pixels are accepted.
 STEPS = 200
 NO_SCORE = 255  # the level of pixels without a score
 COVERAGE = 95  # the first threshold, in percent
@@ -99,7 +98,7 @@ class Maps:
         """Raise an error unless a map has one value per pixel.
 
         Args:
-            what: The name of the map in errors.
+            what: What error messages call the map.
             values: The map; None if it is not known.
         """
         shape = (len(self.images), *self.images.size)

@@ -86,7 +86,7 @@ def summarize_methods(content: Content, resamples: int = 1000) -> list[MethodSum
 
 
 def _sort_key(summary: MethodSummary) -> float:
-    """Return the key that sorts summaries in descending order of `main`; 0 if `main` is None."""
+    """Return minus the value of `summary.main`, by which summaries are sorted; 0 if it is None."""
     if summary.main is None:
         return 0.0
     return -summary.main.value
@@ -270,19 +270,19 @@ def _spans_magnitudes(scores: np.ndarray) -> bool:
 
 
 def thin_curve(
-    x: np.ndarray, y: np.ndarray, most: int = MAX_POINTS
+    x: np.ndarray, y: np.ndarray, max_points: int = MAX_POINTS
 ) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " k"]]:
-    """Keep at most `most` points of a curve, at equal distances along it and with both ends.
+    """Keep at most `max_points` points of a curve: both ends, the rest at equal distances.
 
     Args:
         x: The first coordinates, of shape [n].
         y: The second coordinates, of shape [n].
-        most: The maximum number of points to keep.
+        max_points: The maximum number of points to keep.
 
     Returns:
         The coordinates of the points that are kept.
     """
-    if len(x) <= most:
+    if len(x) <= max_points:
         return x, y
     step_lengths = np.zeros(len(x) - 1)
     for values in (x, y):
@@ -290,7 +290,8 @@ def thin_curve(
         step_lengths += np.abs(np.diff(values)) / (np.ptp(values) or 1)
     # The length of the curve up to each point.
     path_lengths = np.concatenate([[0.0], np.cumsum(step_lengths)])
-    indices = np.searchsorted(path_lengths, np.linspace(0, path_lengths[-1], most))
+    # At each of `max_points` equal distances along the curve, the next point.
+    indices = np.searchsorted(path_lengths, np.linspace(0, path_lengths[-1], max_points))
     kept_indices = np.unique(indices.clip(0, len(x) - 1))
     # Both ends of the curve are kept.
     kept_indices[0] = 0
@@ -316,14 +317,14 @@ class LayerShares:
 
 
 def layer_shares(
-    content: Content, layers: LayerContributions, most: int = MAX_LAYERS
+    content: Content, layers: LayerContributions, max_layers: int = MAX_LAYERS
 ) -> LayerShares:
     """Average the layers' shares of the score over the images of each group.
 
     Args:
         content: The content of the report, which has the groups in order.
         layers: The contributions of layers to the scores of single images.
-        most: The maximum number of layers to return; those with the largest shares are chosen.
+        max_layers: The maximum number of layers to return; those with the largest shares are chosen.
     """
     contributions = layers.contributions.astype(np.float64)
     totals = contributions.sum(1, keepdims=True)
@@ -337,7 +338,7 @@ def layer_shares(
             groups.append(group.name)
     means = np.stack([shares[group_names == name].mean(0) for name in groups])
     # The layers with the largest share in any group, in the order of the forward pass.
-    kept_layers = np.sort(np.argsort(-means.max(0), kind="stable")[:most])
+    kept_layers = np.sort(np.argsort(-means.max(0), kind="stable")[:max_layers])
     names = [layers.names[i] for i in kept_layers]
     return LayerShares(groups, names, means[:, kept_layers], len(layers.names) - len(kept_layers))
 
