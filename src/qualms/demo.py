@@ -171,7 +171,12 @@ def _take_classes(images: Images, wanted: range, name: str) -> Images:
     assert images.labels is not None
     is_wanted = torch.isin(images.labels, torch.tensor(list(wanted)))
     selected = images.take(is_wanted.nonzero().squeeze(1))
-    return Images(name, selected.pixels, selected.labels, images.classes)
+    return Images(
+        name=name,
+        pixels=selected.pixels,
+        labels=selected.labels,
+        classes=images.classes,
+    )
 
 
 def _concatenate(train: Images, test: Images) -> Images:
@@ -180,4 +185,9 @@ def _concatenate(train: Images, test: Images) -> Images:
     assert test.labels is not None
     pixels = torch.cat([train.pixels, test.pixels])
     labels = torch.cat([train.labels, test.labels])
-    return Images(train.name, pixels, labels, train.classes)
+    return Images(
+        name=train.name,
+        pixels=pixels,
+        labels=labels,
+        classes=train.classes,
+    )

@@ -188,7 +188,14 @@ def run_task(
             "progress": progress,
         }
         with Journal(rows_path, {"task": name, **network.about}) as journal:
-            task = ImageTask(network, images, others, methods, journal, settings)
+            task = ImageTask(
+                network=network,
+                images=images,
+                others=others,
+                methods=methods,
+                journal=journal,
+                settings=settings,
+            )
             rows: list[Row] = [*left_out, *measure(task)]
     print_rows(rows, table, rows_path, options.seed, options.json_lines)
 

@@ -206,6 +206,7 @@ def parse_methods(text: str, dataset: str = "") -> dict[str, Method]:
         methods |= paper_methods(dataset)
         methods |= {name: parse(name) for name in ALTERNATIVES}
         if spec == "all":
+            # Methods that are included already, perhaps with other settings, are not added again.
             included_types = {type(method) for method in methods.values()}
             for method_type in METHODS:
                 if method_type not in included_types:

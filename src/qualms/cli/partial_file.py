@@ -348,7 +348,7 @@ def _from_json_tensor(json_tensor: JsonTensor, count: int) -> Tensor:
     """Convert the output of `_to_json_tensor` back to the same tensor [n], in its dtype.
 
     Args:
-        numbers: The dtype and the values.
+        json_tensor: The dtype and the values.
         count: The required number of values; a `ValueError` is raised if there are others.
     """
     dtype = DTYPES[str(json_tensor["dtype"])]

@@ -259,7 +259,7 @@ def _score_groups(
     network: Network,
     groups: list[Images],
     methods: Methods,
-    file: Path,
+    rows_path: Path,
     settings: dict[str, Any],
 ) -> list[Group]:
     """Score all images; scores that an earlier run has saved in the file are not computed again.
@@ -268,21 +268,24 @@ def _score_groups(
         network: The network whose uncertainty is scored.
         groups: The images that the network knows, then other groups.
         methods: The methods by name, with noise for pixels in [0, 1].
-        file: The file that the scores are saved in.
+        rows_path: The file that the scores are saved in.
         settings: Keyword arguments of `score_images`.
 
     Returns:
         The groups with their scores and predictions. Only the first keeps its labels: those of
         other images need not be classes of the network.
     """
-    scored = []
-    with Journal(file, {"task": "ood", **network.about}) as journal, show_progress() as progress:
+    scored_groups = []
+    with (
+        Journal(rows_path, {"task": "ood", **network.about}) as journal,
+        show_progress() as progress,
+    ):
         for images in groups:
             scored_images = score_images(
                 network, images, methods, journal, progress=progress, **settings
             )
             labels = scored_images.labels if images is groups[0] else None
-            scored.append(
+            scored_groups.append(
                 Group(
                     name=images.name,
                     images=images,
@@ -292,7 +295,7 @@ def _score_groups(
                     confidence=scored_images.confidence,
                 )
             )
-    return scored
+    return scored_groups
 
 
 def _announce_page(

@@ -260,7 +260,7 @@ def _prepare_run(
         model: The network, as --model names it.
         methods: The methods by their specs, with noise for pixels in [0, 1].
         options: The options of the command.
-        decision: The reference or threshold by which predictions are accepted.
+        acceptance: The reference or threshold by which predictions are accepted.
     """
     run = prepare_run(images, model, methods, options)
     if acceptance.threshold is not None:
@@ -281,7 +281,7 @@ def _score_table(
     Args:
         run: The network and the methods.
         images: The images to score.
-        decision: The reference or threshold by which predictions are accepted.
+        acceptance: The reference or threshold by which predictions are accepted.
         table: The table that the rows go to; None if they are only printed.
         overwrite: Whether scores that another run has saved are replaced.
 
@@ -312,7 +312,7 @@ def _open_partial(
         run: The network and the methods.
         images: The images of the table.
         reference_images: The images of the reference, if there is one.
-        decision: The reference or threshold by which predictions are accepted.
+        acceptance: The reference or threshold by which predictions are accepted.
         table: The table; if it has no file, nothing is saved.
         overwrite: Whether scores that another run has saved are replaced.
     """

@@ -118,7 +118,14 @@ def score_to_folder(
     network.require_input_size(first_images)
     # Without a transform that resizes them, all images must be as large as the first one.
     size = first_images.size if network.transform is None else None
-    batch_scorer = BatchScorer(network, scorer, source.name, source.classes, size, options.strict)
+    batch_scorer = BatchScorer(
+        network=network,
+        scorer=scorer,
+        name=source.name,
+        classes=source.classes,
+        size=size,
+        strict=options.strict,
+    )
     first_image = first_images.take(slice(0, 1))
     # One image is scored before all others, so that a wrong setup fails now. Its probabilities also
     # show the number of classes.

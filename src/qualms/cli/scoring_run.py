@@ -225,20 +225,27 @@ def prepare_run(
         images: The images, as the command line names them. If they are a dataset, its
             normalization is used for a network without one.
         model: The name of the network, as for `load_model`.
-        methods: The methods by their specs, with noise for pixels in [0, 1]. The run has them with
-            noise in the units of the network's input.
+        methods: The methods by their specs, with noise for pixels in [0, 1].
         options: The options of the command.
+
+    Returns:
+        The network and the methods, with noise in the units of the network's input.
     """
     _require_training_data(methods, options)
     # Called for its error, before the network is loaded.
     resolve_device(options.device)
     network = load_classifier(images, model, options, options.classes)
-    scaled = {name: network.scale_noise(method) for name, method in methods.items()}
+    scaled_methods = {name: network.scale_noise(method) for name, method in methods.items()}
     train = None
     has_learning_method = any(TRAINING_DATA in method.needs for method in methods.values())
     if options.train is not None and has_learning_method:
         train = _read_images(options.train, network, options, "train")
-    return ScoringRun(network, scaled, train, options)
+    return ScoringRun(
+        network=network,
+        methods=scaled_methods,
+        train=train,
+        options=options,
+    )
 
 
 def load_classifier(

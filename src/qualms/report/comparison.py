@@ -65,26 +65,62 @@ def list_columns(content: Content, summaries: Sequence[MethodSummary]) -> list[C
     if len(groups) > 1:
         title = f"mean of {len(groups)}"
         table_columns.append(
-            Column(title, "AUROC, %", "over the unknown groups; 50 is chance", "first")
+            Column(
+                group_name=title,
+                heading="AUROC, %",
+                explanation="over the unknown groups; 50 is chance",
+                visibility="first",
+            )
         )
     visibility = _group_column_visibility(len(groups))
     for group in groups:
         table_columns.append(
-            Column(group.name, "AUROC, %", "with its 95 % interval; 50 is chance", visibility)
+            Column(
+                group_name=group.name,
+                heading="AUROC, %",
+                explanation="with its 95 % interval; 50 is chance",
+                visibility=visibility,
+            )
         )
     for group in groups:
         table_columns.append(
-            Column(group.name, "AUPR, %", "unknown images as the positive class", "more")
+            Column(
+                group_name=group.name,
+                heading="AUPR, %",
+                explanation="unknown images as the positive class",
+                visibility="more",
+            )
         )
     if any(summary.raulc is not None for summary in summaries):
-        why = "with its 95 % interval; 1 is the ideal order, 0 is chance"
+        explanation = "with its 95 % interval; 1 is the ideal order, 0 is chance"
         visibility = "more" if groups else "first"
-        table_columns.append(Column(content.known.name, "rAULC", why, visibility))
+        table_columns.append(
+            Column(
+                group_name=content.known.name,
+                heading="rAULC",
+                explanation=explanation,
+                visibility=visibility,
+            )
+        )
     if content.costs:
         if all(isinstance(cost, int | float) for cost in content.costs.values()):
-            table_columns.append(Column("", "cost", "time, where 1× is a forward pass", "first"))
+            table_columns.append(
+                Column(
+                    group_name="",
+                    heading="cost",
+                    explanation="time, where 1× is a forward pass",
+                    visibility="first",
+                )
+            )
         else:
-            table_columns.append(Column("", "cost", "in forward passes", "more"))
+            table_columns.append(
+                Column(
+                    group_name="",
+                    heading="cost",
+                    explanation="in forward passes",
+                    visibility="more",
+                )
+            )
     return table_columns
 
 
@@ -254,13 +290,14 @@ def _whisker_range(estimates: Sequence[Estimate], chance: float) -> WhiskerRange
         for end in (estimate.low, estimate.value, estimate.high):
             if math.isfinite(end):
                 ends.append(end)
+    # Without estimates no whisker is drawn, but the range must have a length.
     if not ends:
         ends = [0.0, 1.0]
     low, high = min(ends), max(ends)
     low = max(low, chance - 0.1 * abs(high - chance))
     # If all values are equal, the range would have no length without the second margin.
     margin = 0.04 * (high - low) or 0.05
-    return WhiskerRange(low - margin, high + margin, chance)
+    return WhiskerRange(low=low - margin, high=high + margin, chance=chance)
 
 
 def _plain_cell(text: str, key: int | float | str) -> dict[str, Any]:
@@ -282,7 +319,7 @@ def _estimate_cell(
         estimate: The value and its interval.
         scale: The factor of the printed numbers; 100 prints percent.
         digits: The number of decimals.
-        span: The range that the whisker is drawn on.
+        whisker_range: The range that the whisker is drawn on.
 
     Returns:
         The `text`; the `key` to sort by; the interval as text (`range`); and the `whisker`, in

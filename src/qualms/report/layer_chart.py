@@ -67,6 +67,8 @@ def layer_sums(
 ) -> tuple[list[str], dict[str, Float[np.ndarray, "b l"]]]:
     """Compute the contribution of each layer to the scores of a batch, without smoothing.
 
+    A layer's contribution is its term in the sum over layers that is the score.
+
     Args:
         model: A classifier.
         x: A batch of b inputs of the model, of shape [b, ...].

@@ -157,6 +157,7 @@ def write_maps(maps: Maps, path: str | Path) -> Path:
         has_unknown=has_unknown,
         labeled=maps.labels is not None,
         methods=methods,
+        # All methods have the same measures.
         columns={key: MEASURES[key] for key in rows[0] if key != "method"},
         rows=rows,
         coverage=COVERAGE,
@@ -190,11 +191,11 @@ def _compute_measures(maps: Maps, method: str) -> dict[str, float]:
     measures: dict[str, float] = {}
     if maps.is_unknown.any():
         measures |= pixel_metrics(scores, maps.labels, maps.unknown, maps.ignore_index)
-    known = maps.is_counted & ~maps.is_unknown
-    right = known & (maps.prediction == maps.labels)
-    wrong = known & ~right
-    if right.any() and wrong.any():
-        measures["wrong"] = auroc(scores[right], scores[wrong])
+    is_known = maps.is_counted & ~maps.is_unknown
+    is_right = is_known & (maps.prediction == maps.labels)
+    is_wrong = is_known & ~is_right
+    if is_right.any() and is_wrong.any():
+        measures["wrong"] = auroc(scores[is_right], scores[is_wrong])
     return measures
 
 

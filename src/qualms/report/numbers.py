@@ -340,7 +340,12 @@ def layer_shares(
     # The layers with the largest share in any group, in the order of the forward pass.
     kept_layers = np.sort(np.argsort(-means.max(0), kind="stable")[:max_layers])
     names = [layers.names[i] for i in kept_layers]
-    return LayerShares(groups, names, means[:, kept_layers], len(layers.names) - len(kept_layers))
+    return LayerShares(
+        groups=groups,
+        names=names,
+        shares=means[:, kept_layers],
+        others=len(layers.names) - len(kept_layers),
+    )
 
 
 @dataclass(frozen=True)

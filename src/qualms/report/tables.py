@@ -121,12 +121,12 @@ def calibration_table(rows: Iterable[Row]) -> str:
     """
     calibration_rows = [row for row in rows if row["row"] == "calibration"]
     tables = []
-    for data, data_rows in group_rows(calibration_rows, lambda row: row["in"]).items():
+    for dataset, dataset_rows in group_rows(calibration_rows, lambda row: row["in"]).items():
         paper_cells = {}
-        for name, number in RAULC.get(data, {}).items():
+        for name, number in RAULC.get(dataset, {}).items():
             paper_cells[name] = f"{number:.3f}"
         lines = []
-        for name, method_rows in group_rows(data_rows, lambda row: row["method"]).items():
+        for name, method_rows in group_rows(dataset_rows, lambda row: row["method"]).items():
             lines.append(
                 [
                     name,
@@ -134,11 +134,11 @@ def calibration_table(rows: Iterable[Row]) -> str:
                     _format_column_percent(method_rows, "risk_at_95"),
                     _format_column_percent(method_rows, "risk_at_90"),
                     _format_column_percent(method_rows, "risk_at_80"),
-                    _find_paper_number(name, data, paper_cells),
+                    _find_paper_number(name, dataset, paper_cells),
                 ]
             )
-        accuracy = _format_column_percent(data_rows, "accuracy")
-        title = f"{data}: {data_rows[0]['n']} images, {accuracy} % right"
+        accuracy = _format_column_percent(dataset_rows, "accuracy")
+        title = f"{dataset}: {dataset_rows[0]['n']} images, {accuracy} % right"
         headings = ["method", "rAULC", "error at coverage 95 %, %", "90 %", "80 %", "paper's rAULC"]
         tables.append(f"{title}\n\n{markdown_table(headings, lines)}")
     return "\n\n".join(tables)
@@ -155,12 +155,12 @@ def active_table(rows: Iterable[Row]) -> str:
     """
     cycle_rows = [row for row in rows if row["row"] == "cycle"]
     tables = []
-    for data, data_rows in group_rows(cycle_rows, lambda row: row["data"]).items():
+    for dataset, dataset_rows in group_rows(cycle_rows, lambda row: row["data"]).items():
         paper_cells = {}
-        for name, (accuracy, nll) in ACTIVE.get(data, {}).items():
+        for name, (accuracy, nll) in ACTIVE.get(dataset, {}).items():
             paper_cells[name] = f"{accuracy:.2f}/{nll:.3f}"
         lines = []
-        for name, method_rows in group_rows(data_rows, lambda row: row["method"]).items():
+        for name, method_rows in group_rows(dataset_rows, lambda row: row["method"]).items():
             labeled = [row["labeled"] for row in method_rows]
             lines.append(
                 [
@@ -169,7 +169,7 @@ def active_table(rows: Iterable[Row]) -> str:
                     _format_mean_over_seeds(method_rows, lambda row: 100 * row["accuracy"], 2),
                     _format_mean_over_seeds(method_rows, lambda row: row["nll"], 3),
                     _format_mean_over_seeds(method_rows, lambda row: row["nll_softmax_twice"], 3),
-                    _find_paper_number(name, data, paper_cells),
+                    _find_paper_number(name, dataset, paper_cells),
                 ]
             )
         headings = [
@@ -180,7 +180,7 @@ def active_table(rows: Iterable[Row]) -> str:
             "NLL, softmax twice",
             "paper's ACC/NLL",
         ]
-        tables.append(f"{data}\n\n{markdown_table(headings, lines)}")
+        tables.append(f"{dataset}\n\n{markdown_table(headings, lines)}")
     return "\n\n".join(tables)
 
 

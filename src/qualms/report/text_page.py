@@ -42,6 +42,7 @@ def write_text_page(
     require_writable(out)
     methods = _require_same_methods(documents)
     shown_documents = list(map(_ShownDocument.from_scored, documents))
+    # Filled by `_document_data` with the likely next tokens of all documents.
     index_by_word: dict[str, int] = {}
     data = {
         "methods": methods,
@@ -145,13 +146,19 @@ class _ShownDocument:
         for method, values in document.scores.items():
             scores[method] = np.zeros(0)
             if tokens:
+                # The maximum over the tokens from each group's start to the next one's.
                 scores[method] = np.fmax.reduceat(np.array(values)[token_indices], group_starts)
             worst[method] = worst_span_of(document, method)
-        return _ShownDocument(document, tokens, scores, worst)
+        return _ShownDocument(
+            document=document,
+            tokens=tokens,
+            scores=scores,
+            worst=worst,
+        )
 
 
 def _require_same_methods(documents: Sequence[ScoredDocument]) -> list[str]:
-    """Return the methods of all documents, or raise an error if they differ."""
+    """Return the names of the methods that all documents have; raise an error if they differ."""
     if not documents:
         raise QualmsError("there are no texts to show; pass at least one scored document.")
     first = documents[0]
