@@ -81,8 +81,8 @@ def active(options: ActiveOptions) -> None:
             f"bench active needs a known dataset with labels, but {options.inside!r} is not one; "
             f"choose one of {', '.join(DATASETS)}."
         )
-    model = options.model or NETWORKS.get(dataset, COLOR)
-    rows_path = options.out or rows_file("active", options.inside, model, options.seed)
+    network_name = options.model or NETWORKS.get(dataset, COLOR)
+    rows_path = options.out or rows_file("active", options.inside, network_name, options.seed)
     device = resolve_device(options.device)
     plan = options.make_plan()
     train = load(options.inside, options.root, "train")
@@ -92,15 +92,15 @@ def active(options: ActiveOptions) -> None:
 
     def build_network() -> nn.Module:
         """Build the network with fresh weights, which follow torch's global seed."""
-        return load_model(model, classes=DATASETS[dataset].classes).to(device)
+        return load_model(network_name, classes=DATASETS[dataset].classes).to(device)
 
     requested_pickers = parse_pickers(options.methods, dataset)
-    network = Network(model, build_network(), normalization)
+    network = Network(network_name, build_network(), normalization)
     pickers, left_out = select_usable_pickers(network, train, requested_pickers)
     # What decides the rows: an earlier run can be resumed only if all of it is equal.
     about = {
         "task": "active",
-        "network": model,
+        "network": network_name,
         "plan": repr(plan),
         "train": train.fingerprint(),
         "test": test.fingerprint(),

@@ -170,6 +170,7 @@ def resolve_device(name: str) -> str:
         if torch.cuda.is_available():
             return "cuda"
         return "mps" if torch.backends.mps.is_available() else "cpu"
+    # An empty tensor cannot be created on a device that is not available.
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError):

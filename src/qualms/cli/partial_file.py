@@ -269,16 +269,16 @@ def _describe_progress(path: Path | None) -> str:
 
 
 def describe_images(images: Images) -> dict[str, Any]:
-    """Return what identifies images in the first line of a file.
+    """Return what identifies some images in the first line of a partial file.
 
     Args:
         images: The images, in the order of the table.
 
     Returns:
-        The number of images, and fingerprints of their pixels and of their ids.
+        The number of images as `count`, and digests of their `pixels` and of their `ids`.
     """
-    ids = hashlib.sha256("\0".join(images.ids).encode()).hexdigest()[:16]
-    return {"count": len(images), "pixels": images.fingerprint(), "ids": ids}
+    ids_digest = hashlib.sha256("\0".join(images.ids).encode()).hexdigest()[:16]
+    return {"count": len(images), "pixels": images.fingerprint(), "ids": ids_digest}
 
 
 def part_row(group: str, first: int, scored: Scored) -> PartRow:

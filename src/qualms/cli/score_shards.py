@@ -140,20 +140,20 @@ def score_to_folder(
     if remaining != 0:
         echo_price(scorer, network.inputs(first_image), remaining)
     try:
-        done = _score_missing_shards(batch_scorer, source, folder, run, options, already_scored)
+        totals = _score_missing_shards(batch_scorer, source, folder, run, options, already_scored)
     except KeyboardInterrupt:
         raise interruption(GOES_ON) from None
     result = describe_result(
         scorer,
-        num_scored=done.scored,
-        num_accepted=done.accepted,
+        num_scored=totals.scored,
+        num_accepted=totals.accepted,
         threshold_source=threshold_source,
         out=f"{folder}{os.sep}",
-        num_rejected=done.rejected,
+        num_rejected=totals.rejected,
         rejected_list=folder / REJECTED,
     )
     typer.echo(result)
-    exit_if_incomplete(done.rejected)
+    exit_if_incomplete(totals.rejected)
 
 
 def _score_missing_shards(

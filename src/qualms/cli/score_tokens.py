@@ -119,8 +119,10 @@ def score_tokens(
     table = None if out is None else open_table(out, overwrite, json_lines)
     text_input = read_text_input(texts, model, device, options.root, options.strict)
     documents = _continue_documents(text_input, options)
+    # Without --tangents, the sketch has its default number of tangents.
     engine = options.engine if options.tangents is None else Sketch(options.tangents)
     scored = text_input.score(documents, requested_methods, engine, options.seed)
+    # The table marks the tokens behind the end of the prompt as generated.
     prompt_lengths = None
     if options.generate:
         prompt_lengths = {
@@ -129,12 +131,8 @@ def score_tokens(
     rows = TokenTable(scored, prompt_lengths)
     if table is not None:
         table.write(rows, text_input.texts.rejected)
-    print_result(
-        rows,
-        out,
-        json_lines,
-        _describe_result(scored, list(requested_methods), out, text_input.texts),
-    )
+    summary = _describe_result(scored, list(requested_methods), out, text_input.texts)
+    print_result(rows, out, json_lines, summary)
     exit_if_incomplete(len(text_input.texts.rejected))
 
 

@@ -208,10 +208,10 @@ class ScoringRun:
         Args:
             count: The number of classes that the network outputs.
         """
-        wanted, _ = parse_class_names(self.options.classes)
-        if wanted not in (None, count):
+        listed_count, _ = parse_class_names(self.options.classes)
+        if listed_count not in (None, count):
             raise QualmsError(
-                f"--classes lists {wanted} classes, but {self.network.name} outputs {count}; "
+                f"--classes lists {listed_count} classes, but {self.network.name} outputs {count}; "
                 "pass as many as it has."
             )
 

@@ -256,6 +256,7 @@ def _write_text(rows: Rows, ending: str, file: io.TextIOBase) -> None:
 def _write_csv(columns: dict[str, list[Any]], file: io.TextIOBase) -> None:
     """Write columns of equal length as CSV, with the names of the columns in the first line."""
     writer = csv.writer(_UnixLines(file))
+    # Iterating a dict yields its keys, the names of the columns.
     writer.writerow(columns)
     writer.writerows(zip(*columns.values(), strict=True))
 

@@ -33,7 +33,8 @@ def roc_figure(content: Content, method: str) -> Figure:
     lines = [_make_line("chance", None, [0, 100], [0, 100])]
     auroc_texts = []
     for color, group in enumerate(content.unknown, 1):
-        known, unknown = content.known.scores[method], group.scores[method]
+        known = content.known.scores[method]
+        unknown = group.scores[method]
         x, y = thin_curve(*roc(known, unknown))
         lines.append(_make_line(group.name, color, round_digits(100 * x), round_digits(100 * y)))
         auroc_text = format_percent(auroc(known, unknown))

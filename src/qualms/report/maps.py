@@ -117,7 +117,7 @@ class Maps:
 
     @property
     def is_unknown(self) -> Bool[np.ndarray, "n h w"]:
-        """Whether each pixel has the label of a class that the network was not trained on."""
+        """Whether each pixel counts and has a label in `unknown`; False if there are no labels."""
         if self.labels is None:
             return np.zeros(self.prediction.shape, bool)
         return np.isin(self.labels, list(self.unknown)) & self.is_counted

@@ -103,27 +103,28 @@ def _summarize_method(content: Content, method: str, resamples: int) -> MethodSu
     Returns:
         The summary. With one unknown group, its AUROC is also the mean AUROC.
     """
-    known = content.known.scores[method]
+    known_scores = content.known.scores[method]
     correct = content.known.correct
     unknown_scores = [group.scores[method] for group in content.unknown]
     auroc_estimates = []
     auprs = []
     for group_scores in unknown_scores:
         auroc_estimates.append(
-            _estimate_with_interval(auroc, known, group_scores, resamples=resamples)
+            _estimate_with_interval(auroc, known_scores, group_scores, resamples=resamples)
         )
-        auprs.append(aupr(known, group_scores))
+        auprs.append(aupr(known_scores, group_scores))
     mean_auroc_estimate = None
     if len(unknown_scores) == 1:
         mean_auroc_estimate = auroc_estimates[0]
     elif unknown_scores:
         mean_auroc_estimate = _estimate_with_interval(
-            _mean_auroc, known, *unknown_scores, resamples=resamples
+            _mean_auroc, known_scores, *unknown_scores, resamples=resamples
         )
     raulc_estimate = None
-    if correct is not None and 0 < correct.mean() < 1:  # otherwise rAULC is not defined
+    # rAULC is only defined if some predictions are right and some are wrong.
+    if correct is not None and 0 < correct.mean() < 1:
         raulc_estimate = _estimate_with_interval(
-            raulc, known, correct, paired=True, resamples=resamples
+            raulc, known_scores, correct, paired=True, resamples=resamples
         )
     return MethodSummary(
         method=method,
@@ -207,8 +208,8 @@ def compare_methods(content: Content, summaries: Sequence[MethodSummary]) -> Ver
     if not highest_estimate.low > chance:
         return Verdict(best=None, highest=highest_summary, tied=[])
     tied = []
-    for summary, main in ranked[1:]:
-        if main.high >= highest_estimate.low:
+    for summary, estimate in ranked[1:]:
+        if estimate.high >= highest_estimate.low:
             tied.append(summary.method)
     return Verdict(best=highest_summary, highest=highest_summary, tied=tied)
 

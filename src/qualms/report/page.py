@@ -326,9 +326,9 @@ def _layer_data(content: Content, method: str) -> dict[str, Any]:
     layers = layer_shares(content, content.layers[method])
     clauses = []
     for name, shares in zip(layers.groups, layers.shares, strict=True):
-        largest = int(shares.argmax())
-        share = figures.format_percent(shares[largest])
-        clauses.append(f"in {name} from {layers.names[largest]} ({share})")
+        largest_layer = int(shares.argmax())
+        share = figures.format_percent(shares[largest_layer])
+        clauses.append(f"in {name} from {layers.names[largest_layer]} ({share})")
     sentence = f"On average, most of the score comes {_join_words(clauses)}."
     if layers.others:
         sentence += f" {layers.others} layers with smaller shares are not shown."

@@ -235,8 +235,8 @@ def glance_table(content: Content, resamples: int = 1000) -> str:
 
     Args:
         content: The content of the report.
-        resamples: The number of bootstrap resamples of each interval, which the table does not
-            show; with that of `qualms.report.page.write_page`, both share one computation.
+        resamples: The number of bootstrap resamples of each interval. The table shows no intervals,
+            but if the number is that of `write_page`, both use the same cached summaries.
     """
     headings = ["method"]
     for group in content.unknown:
@@ -310,6 +310,7 @@ def _find_paper_number(name: str, dataset: str, paper_cells: Mapping[str, str]) 
         return paper_cells[name]
     try:
         method = parse(name)
+    # The name is not a spec.
     except QualmsError:
         return ""
     paper_name = paper_row(method)
