@@ -199,7 +199,13 @@ def _make_transform(
         interpolation: Interpolation = "bilinear"
         if published.transform is not None:
             interpolation = published.transform.interpolation
-        return ImageTransform((size, size), None, interpolation, channels, by="as --size says")
+        return ImageTransform(
+            size=(size, size),
+            resize=None,
+            interpolation=interpolation,
+            channels=channels,
+            by="as --size says",
+        )
     if published.transform is None:
         return None
     return replace(published.transform, channels=channels)

@@ -75,8 +75,9 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         # The rows of the scored batches, by group and position of the batch's first image.
         self._parts: dict[tuple[str, int], PartRow] = {}
         for row in self._journal.where(row="part"):
+            # A row that lacks a key is damaged.
             if not PartRow.__required_keys__ <= row.keys():
-                # The caller gets no object to close.
+                # Closed here, since a constructor that fails returns no object to close.
                 self._journal.__exit__()
                 raise self._damage_error()
             self._parts[row["of"], row["first"]] = row

@@ -82,9 +82,9 @@ def echo_price_of_groups(
         engine: The engine of the gradient scores.
         tolerance: The tolerance of the engine, as for `Scorer`.
     """
-    scaled = {name: network.scale_noise(method) for name, method in methods.items()}
+    scaled_methods = {name: network.scale_noise(method) for name, method in methods.items()}
     scorer = Scorer(
-        network.model, scaled, models=network.members, engine=engine, tolerance=tolerance
+        network.model, scaled_methods, models=network.members, engine=engine, tolerance=tolerance
     )
     total = sum(len(images) for images in groups)
     # The price does not depend on which image it is estimated with.
@@ -128,9 +128,8 @@ def _cheaper_prices(scorer: Scorer, one_input: Tensor, price: Price) -> Iterator
     """
     for way in _cheaper_ways(scorer):
         # With pixel_std=1.0, noise is in the units of the inputs, as that of these methods is.
-        cheaper_price = Scorer(scorer.model, way.methods, pixel_std=1.0, **way.settings).price(
-            one_input
-        )
+        cheaper_scorer = Scorer(scorer.model, way.methods, pixel_std=1.0, **way.settings)
+        cheaper_price = cheaper_scorer.price(one_input)
         if 2 * cheaper_price.forward_passes <= price.forward_passes:
             yield way.label, cheaper_price
 

@@ -223,7 +223,9 @@ def _report_images(options: ReportOptions) -> None:
     page = write_page(content, options.out)
     facts = {**about, "methods": content.methods, "left out": left_out}
     _announce_page(page, left_out, facts, options)
-    exit_if_incomplete(sum(len(images.rejected) for images in (all_known_images, *groups[1:])))
+    # `groups[0]` is a part of `all_known_images`.
+    num_rejected = sum(len(images.rejected) for images in (all_known_images, *groups[1:]))
+    exit_if_incomplete(num_rejected)
 
 
 def _read_groups(

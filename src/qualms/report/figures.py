@@ -64,11 +64,11 @@ def lift_figure(content: Content, method: str) -> Figure:
     correct = content.known.correct
     scores = content.known.scores[method]
     assert correct is not None
-    share = 100 * np.arange(1, len(scores) + 1) / len(scores)
+    accepted_percent = 100 * np.arange(1, len(scores) + 1) / len(scores)
     lines = []
     # Ordered by `~correct`, right predictions (False) come before wrong ones: the ideal order.
     for name, color, order in (("ideal order", None, ~correct), (method, 0, scores)):
-        x, y = thin_curve(share, lift_curve(order, correct))
+        x, y = thin_curve(accepted_percent, lift_curve(order, correct))
         lines.append(_make_line(name, color, round_digits(x), round_digits(y)))
     accuracy_of_half = 1 - selective_risk(scores, correct, 0.5)
     accuracy_of_all = 1 - selective_risk(scores, correct, 1.0)

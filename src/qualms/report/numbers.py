@@ -412,6 +412,7 @@ def _learning_curve(
     for row in rows:
         values_by_count.setdefault(row["labeled"], []).append(row[measure])
     labeled = sorted(values_by_count)
+    # For each number of labels, the values of all seeds.
     values_of_seeds = [values_by_count[count] for count in labeled]
     return LearningCurve(
         method=method,

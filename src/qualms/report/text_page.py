@@ -251,6 +251,7 @@ def _worst_spans(shown: _ShownDocument, methods: list[str]) -> dict[str, Any]:
     shown_index = {}
     for index, token in enumerate(shown.tokens):
         shown_index.update(dict.fromkeys(token.indices, index))
+    # The end of a span is the index after its last token.
     spans: list[dict[str, int] | None] = []
     scores = []
     for method in methods:
