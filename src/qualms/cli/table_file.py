@@ -213,7 +213,8 @@ def describe_result(
     if scorer.threshold is not None:
         deciding_method = next(iter(scorer.methods))
         rule = scorer.threshold.rule
-        text += f"; {num_accepted or 0} of {num_scored} accepted by {deciding_method}, at {rule} of {threshold_source}"
+        text += f"; {num_accepted or 0} of {num_scored} accepted by {deciding_method}"
+        text += f", at {rule} of {threshold_source}"
     if out is not None:
         text += f": {out}"
     return text + describe_rejections(num_rejected, rejected_list)

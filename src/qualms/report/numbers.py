@@ -325,7 +325,7 @@ def layer_shares(
     Args:
         content: The content of the report, which has the groups in order.
         layers: The contributions of layers to the scores of single images.
-        max_layers: The maximum number of layers to return; those with the largest shares are chosen.
+        max_layers: The maximum number of layers to return: those with the largest shares.
     """
     contributions = layers.contributions.astype(np.float64)
     totals = contributions.sum(1, keepdims=True)
