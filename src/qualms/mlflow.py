@@ -112,6 +112,6 @@ def _import_mlflow() -> tuple[Any, Any]:
         from mlflow import pyfunc
     except ModuleNotFoundError as missing:
         raise QualmsError(
-            f"qualms.mlflow needs {missing.name}; pip install '.[mlflow]' in a clone of qualms."
+            f"qualms.mlflow needs {missing.name}; run pip install '.[mlflow]' in a clone of qualms."
         ) from None
     return cloudpickle, pyfunc

@@ -223,7 +223,7 @@ class PositionScorer:
         for name in self.methods:
             table.scores[name] = table.scores[name].to(dtype)
             table.errors.setdefault(name, torch.zeros_like(table.scores[name]))
-        return table.map(lambda t: sample.put_back(t.unflatten(0, shape), missing_value(t)))
+        return table.map(lambda t: sample.restore_padding(t.unflatten(0, shape), missing_value(t)))
 
     def _sum_tangents(
         self,
@@ -335,7 +335,7 @@ class PositionScorer:
             model=models_at[0],
             settings=replace(context.settings, params=params),
             members=tuple(models_at[1:]),
-            cache=context.cache.once(("position", position), PlanCache),
+            cache=context.cache.get_or_compute(("position", position), PlanCache),
             method_cache={},
         )
         batch_context = BatchContext(at_position, sample.batch, [number])

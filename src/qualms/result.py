@@ -226,7 +226,7 @@ class Scored:
             import pyarrow
         except ImportError:
             raise QualmsError(
-                "to_arrow needs pyarrow; pip install '.[app]' in a clone of qualms."
+                "to_arrow needs pyarrow; run pip install '.[app]' in a clone of qualms."
             ) from None
         has_numbers = all(isinstance(input_id, int) for input_id in self.ids)
         types = dict.fromkeys(("position", "row", "column", "span"), pyarrow.int64())
@@ -243,7 +243,7 @@ class Scored:
         try:
             import pandas
         except ImportError:
-            raise QualmsError("to_pandas needs pandas; pip install pandas.") from None
+            raise QualmsError("to_pandas needs pandas; run pip install pandas.") from None
         return pandas.DataFrame(self.columns()).set_index("id")
 
 

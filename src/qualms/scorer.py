@@ -12,7 +12,11 @@ from torch import nn
 from qualms.deprecated import RenamedAttribute
 from qualms.errors import QualmsError, UnitsWarning
 from qualms.gradients.batch import Batch, batch_tensors, num_samples, take_samples
-from qualms.gradients.engines.choice import resolve_engine
+from qualms.gradients.engines.choice import (
+    requested_engine,
+    requested_position_engine,
+    resolve_engine,
+)
 from qualms.gradients.input_data import batches, numbered_batches
 from qualms.gradients.isolation import (
     entry_fingerprint,
@@ -137,11 +141,10 @@ class Scorer:
             self.methods[name] = in_pixels(method, pixel_std)
         self._noise_in_input_units = noisy_specs(methods) if pixel_std is None else ()
         self._positions = Positions.read(class_dim, reduce, positions, ignore_index)
-        if self._positions is not None:
-            engine = self._positions.engine(engine)
-        elif tolerance is not None and engine in (None, "auto"):
-            engine = "exact"  # within the tolerance
-        engine = engine or "auto"
+        if self._positions is None:
+            engine = requested_engine(engine, tolerance)
+        else:
+            engine = requested_position_engine(engine, at_all=self._positions.chosen is None)
         self.settings = Settings(engine, layers, norm, params, budget, batch_size, seed, tolerance)
         self.threshold = _as_threshold(threshold)
         self.class_names = None if class_names is None else tuple(class_names)

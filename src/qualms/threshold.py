@@ -323,7 +323,8 @@ def _certified_limit(
             "1."
         )
     promise = (
-        f"at most {100 * risk:g} % wrong among the accepted at confidence {100 * confidence:g} %"
+        f"an error rate of at most {100 * risk:g} % among accepted inputs, with "
+        f"{100 * confidence:g} % confidence,"
     )
     n, needed = len(s), least_inputs(risk, confidence) + 1
     if n < needed:

@@ -60,7 +60,7 @@ def load_network(
         QualmsError: If weights or the normalization are not found.
     """
     if not name:
-        raise QualmsError(f"there is no published network for {data!r}; name one with --model.")
+        raise QualmsError(f"there is no published network for {data!r}; pass a network as --model.")
     device = resolve_device(options.device)
     dataset = dataset_name(data, options.root)
     entry = ZOO.get(name)
@@ -204,7 +204,7 @@ def _make_transform(
             resize=None,
             interpolation=interpolation,
             channels=channels,
-            by="as --size says",
+            by="as set by --size",
         )
     if published.transform is None:
         return None

@@ -120,7 +120,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
             self._journal.add(row)
         except QualmsError as error:
             self._on_disk = False
-            echo(f"{error} Scoring continues, but scores from here on are lost if it is stopped.")
+            echo(f"{error} Scoring continues, but if it is interrupted, later scores are lost.")
 
     def finish(self) -> None:
         """Forget all batches, and remove the file: the table is complete."""
@@ -325,7 +325,7 @@ def _scored_from_row(row: PartRow, threshold: Threshold | None) -> Scored:
         raise ValueError("not one prediction for each image")
     is_class = (predicted >= 0) & (predicted < row["classes"])
     if not bool(is_class.all()):
-        raise ValueError("predictions that are no classes")
+        raise ValueError("predictions that are not classes")
     # Of the classes, only the predicted one is known, on an axis of length 1.
     return Scored(
         scores={name: _from_json_tensor(values, count) for name, values in row["scores"].items()},

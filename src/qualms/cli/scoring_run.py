@@ -212,7 +212,7 @@ class ScoringRun:
         if listed_count not in (None, count):
             raise QualmsError(
                 f"--classes lists {listed_count} classes, but {self.network.name} outputs {count}; "
-                "pass as many as it has."
+                f"pass {count}."
             )
 
 
@@ -273,7 +273,8 @@ def same_training_images_error(source: str) -> QualmsError:
         source: Where the images come from.
     """
     return QualmsError(
-        f"--train names the very images to score ({source}); choose other training images."
+        f"--train names the same images that are to be scored ({source}); choose other training "
+        "images."
     )
 
 

@@ -80,7 +80,7 @@ DATASETS: dict[str, Dataset] = {
     ),
     "lsun": Dataset(
         read_lsun, None, 3, 32, CIFAR10,
-        "get LSUN (resize) from https://github.com/facebookresearch/odin, or any images of "
+        "get LSUN (resize) from https://github.com/facebookresearch/odin, or any images from "
         "https://www.yf.io/p/lsun, and unpack them to LSUN_resize",
     ),
     "digits": Dataset(

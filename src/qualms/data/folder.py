@@ -80,7 +80,7 @@ def read_lsun(root: Path, split: str) -> Images:
     """
     places = [root / folder for folder in LSUN_FOLDERS]
     path = find_first(places, f"folder {' or '.join(LSUN_FOLDERS)}")
-    return read_folder(path, split, "lsun", ImageTransform((32, 32), by="as CIFAR's are"))
+    return read_folder(path, split, "lsun", ImageTransform((32, 32), by="to match CIFAR"))
 
 
 def read_folder(

@@ -72,7 +72,7 @@ class ImageTransform:
         if self.interpolation not in get_args(Interpolation):
             names = ", ".join(get_args(Interpolation))
             raise QualmsError(
-                f"the interpolation {self.interpolation!r} is not known; choose one of {names}."
+                f"the interpolation {self.interpolation!r} is invalid; choose one of {names}."
             )
         if self.channels not in (None, 1, 3):
             raise QualmsError(f"images cannot have {self.channels} channels; pass 1 or 3.")

@@ -119,8 +119,8 @@ class Images:
         """
         if count is not None and count < 1:
             raise QualmsError(
-                f"cannot take a subset of {count} images of {self.name}; pass at least 1, or None "
-                "for all."
+                f"cannot take a subset of {count} images from {self.name}; pass at least 1, or "
+                "None for all."
             )
         random = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(self), generator=random)

@@ -74,7 +74,7 @@ def load(
         ```
     """
     if split not in SPLITS:
-        raise QualmsError(f"the split {split!r} is not known; choose train or test.")
+        raise QualmsError(f"the split {split!r} is invalid; choose train or test.")
     if size is not None and size < 1:
         raise QualmsError(f"images cannot be {size} pixels wide; pass at least 1, or None.")
     if transform is None and size is not None:
@@ -165,7 +165,7 @@ def _read_dataset(name: str, options: _Options) -> Images:
     try:
         images = dataset.read(root, options.split)
     except NotFound as missing:
-        raise QualmsError(f"{missing}; {dataset.get}, in the folder of datasets {root}.") from None
+        raise QualmsError(f"{missing}; {dataset.get}, in the dataset folder {root}.") from None
     shape = tuple(images.pixels.shape[1:])
     expected = (dataset.channels, dataset.size, dataset.size)
     if shape != expected:

@@ -61,10 +61,10 @@ def read_mat(content: bytes) -> dict[str, Variable]:
     # The header ends with a version of two bytes, then the letters that tell the byte order.
     order = {b"IM": "<", b"MI": ">"}.get(content[HEADER - 2 : HEADER])
     if order is None:
-        raise ValueError("no MATLAB 5 file")
+        raise ValueError("not a MATLAB 5 file")
     (version,) = struct.unpack(f"{order}H", content[HEADER - 4 : HEADER - 2])
     if version != 0x0100:
-        raise ValueError("no MATLAB 5 file")
+        raise ValueError("not a MATLAB 5 file")
     variables: dict[str, Variable] = {}
     for element in _elements(memoryview(content)[HEADER:], order):
         kind, inside = _decompress(element, order)

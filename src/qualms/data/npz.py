@@ -218,8 +218,8 @@ def _channels_first(images: np.ndarray, where: str) -> np.ndarray:
     if is_first and is_last:
         raise QualmsError(
             f"{where} has shape {images.shape}, where either the second or the last axis could be "
-            "the channels; drop the axis if there is one channel, or use images larger than 3 "
-            "pixels."
+            "the channels; drop that axis if there is only one channel, or use images larger than "
+            "3 pixels."
         )
     if is_first:
         return images

@@ -46,8 +46,8 @@ def read_pickle(path: Path) -> Any:
         """Create the error: refused if the pickle holds more than it may, else damaged."""
         if isinstance(error, _Refused):
             return QualmsError(
-                f"{path} is refused: {error}, and a pickle of more than arrays, numbers and text "
-                "can run arbitrary code; download it again from its official source."
+                f"{path} is refused: {error}, and a pickle with anything but arrays, numbers and "
+                "text can run arbitrary code; download it again from its official source."
             )
         return QualmsError(
             f"{path} is truncated or not a pickle ({type(error).__name__}); download it again."

@@ -62,5 +62,5 @@ def import_extra(module: str, package: str, what: str, group: str = "app") -> An
         return import_module(module)
     except ImportError:
         raise QualmsError(
-            f"reading {what} needs {package}; pip install '.[{group}]' in a clone of qualms"
+            f"reading {what} needs {package}; run pip install '.[{group}]' in a clone of qualms"
         ) from None

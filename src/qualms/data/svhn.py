@@ -37,8 +37,8 @@ def read_svhn(root: Path, split: str) -> Images:
         )
     if not _are_svhn_labels(labels):
         raise QualmsError(
-            f"the labels in {path} are not all from 1 to 10, as SVHN numbers its classes; "
-            "download it again."
+            f"the labels in {path} are not all from 1 to 10, the classes of SVHN; download it "
+            "again."
         )
     digits = labels.astype("int64") % 10
     return build_images("svhn", path, pixels.transpose(3, 2, 0, 1), digits, DIGITS)

@@ -92,7 +92,7 @@ def read_texts(name: str | Path, root: str | Path | None = None, strict: bool = 
         return _read_documents(place, _list_lines(place), str(place), strict)
     if ending == ".parquet":
         return _read_documents(place, _list_rows(place), str(place), strict)
-    raise QualmsError(f"{place} is not a readable kind of text; pass {KINDS}.")
+    raise QualmsError(f"{place} is not in a supported format; pass {KINDS}.")
 
 
 def _read_documents(

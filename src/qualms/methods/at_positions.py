@@ -209,8 +209,8 @@ class TangentSums:
             block_products = products.tangents[:, block].movedim(0, 1)  # [n, g, c]
             if not bool(torch.isfinite(block_products).all()):
                 raise QualmsError(
-                    "the sketch overflowed the model's precision; use float32, or a few positions= "
-                    "with engine='exact'."
+                    "the sketch overflowed the range of the model's dtype; use float32, or pass a "
+                    "few positions as positions= and use engine='exact'."
                 )
             projections: dict[str, Tensor] = {}
             for direction in self.directions:

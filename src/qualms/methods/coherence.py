@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qualms.gradients.directions import Directions, classes
+from qualms.gradients.directions import Directions, class_directions
 from qualms.gradients.engines.class_sampling import (
     ContrastedClasses,
     class_lengths,
@@ -57,7 +57,7 @@ def coherence(logits: Float[Tensor, "b c"], gram: Float[Tensor, "b c c"]) -> Flo
         gram: the inner products between the gradients of every two logits.
     """
     # The gradient of log p_c is the combination e_c - p of the gradients of the logits: [c, b, c].
-    directions = classes(logits[:, None])[:, :, 0]
+    directions = class_directions(logits[:, None])[:, :, 0]
     norms = torch.einsum("cbi,bij,cbj->bc", directions, gram, directions).clamp_min(0).sqrt()
     return collinearity(gram) ** 4 * (class_weights(logits) * norms).sum(-1)
 
@@ -130,7 +130,7 @@ def estimate_coherence(
             for the classes c from which κ is estimated, then for those drawn for the sum.
         directions: the directions, which hold the sampled classes c.
     """
-    n = directions.sample
+    n = directions.num_shared
     # Where the classes for κ and those for the sum are on the axis m.
     paired = slice(2, 2 + n)
     drawn = slice(2 + n, None)
@@ -232,7 +232,7 @@ class Coherence(Method):
         return ContrastedClasses(
             names=("contrasted",),
             sizes=partial(guess_class_sizes, context.head_weight),
-            number=DRAWN,
+            num_drawn=DRAWN,
             seed=context.seed,
-            sample=PAIRED,
+            num_shared=PAIRED,
         )

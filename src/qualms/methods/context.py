@@ -18,8 +18,8 @@ from qualms.gradients.batch import (
     Batch,
     batch_tensors,
     num_samples,
-    parts_of,
     slices,
+    split_batch,
     take_samples,
 )
 from qualms.gradients.directions import Directions
@@ -163,7 +163,7 @@ class ModelContext:
             "a pass that keeps its graph",
             compute_logits_with_graph,
             ROWS_WITH_GRAPH,
-            factor=memory_factor,
+            safety_factor=memory_factor,
         )
         return work.rows_at_once(batch, num_samples(batch), self.settings, self.cache)
 
@@ -297,12 +297,18 @@ class BatchContext:
 
     # Gradients.
 
-    def create_request(self, directions: Directions, smooth: Smoothing | None) -> GradientRequest:
+    def create_request(
+        self,
+        directions: Directions,
+        smooth: Smoothing | None,
+        lam: float | None = None,
+    ) -> GradientRequest:
         """Describe the gradients of this batch that an engine shall compute.
 
         Args:
             directions: the directions in the space of the logits along which gradients are taken.
             smooth: the input noise over which gradients are averaged; None for no noise.
+            lam: the smallest λ among the scores; None if a score weights all layers equally.
         """
         return GradientRequest(
             model=self.model,
@@ -311,6 +317,9 @@ class BatchContext:
             settings=self.model_context.settings,
             directions=directions,
             smoothing=smooth,
+            # They were computed in other groups of inputs than the engine's.
+            known_logits=self.known_logits,
+            smallest_lambda=lam,
         )
 
     def measure_norms(
@@ -335,10 +344,8 @@ class BatchContext:
 
         def compute() -> LayerTable:
             """Compute the table by one pass of the engine over the batch."""
-            request = self.create_request(directions, smooth)
-            cache = self.model_context.cache
-            # These logits were computed in other groups of inputs than the engine's.
-            return layer_table([request], cache, regrouped=self.known_logits, lam=lam)
+            request = self.create_request(directions, smooth, lam)
+            return layer_table([request], self.model_context.cache)
 
         return self.get_or_compute(("norms", directions, smooth, lam), compute)
 
@@ -375,9 +382,9 @@ class BatchContext:
                 budget=context_settings.budget,
                 batch_size=context_settings.batch_size,
             )
-            request = replace(self.create_request(directions, None), settings=settings)
-            cache = self.model_context.cache
-            return layer_table([request], cache, gram=gram, regrouped=self.known_logits)
+            request = self.create_request(directions, None)
+            request = replace(request, settings=settings, gram=gram)
+            return layer_table([request], self.model_context.cache)
 
         return self.get_or_compute(("exact", params, directions, gram, granularity), compute)
 
@@ -433,12 +440,12 @@ class BatchContext:
         """
         batch = self.batch if batch is None else batch
         max_rows = self.model_context.rows_at_once(batch, occupied_bytes=occupied_bytes)
-        parts = parts_of(batch, max_rows)
+        parts = split_batch(batch, max_rows)
         return torch.cat([forward_logits(self.model, ModelInput(part)) for part in parts])
 
     def chunks(self, batch: Batch) -> Iterable[Batch]:
         """Split a batch into parts whose plain forward pass fits the memory budget."""
-        return parts_of(batch, self.model_context.rows_at_once(batch))
+        return split_batch(batch, self.model_context.rows_at_once(batch))
 
     def chunks_with_graph(self, memory_factor: int = 1) -> Iterable[Batch]:
         """Split this batch into parts whose forward and backward pass fits the memory budget.
@@ -448,7 +455,7 @@ class BatchContext:
                 with its autograd graph.
         """
         max_rows = self.model_context.rows_with_graph(self.batch, memory_factor)
-        return parts_of(self.batch, max_rows)
+        return split_batch(self.batch, max_rows)
 
     def blocks(
         self,

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qualms.gradients.directions import uniform
+from qualms.gradients.directions import uniform_direction
 
 # The number of probabilities that are compared at a time; a dozen copies of them exist then.
 AT_ONCE = 2**19
@@ -70,7 +70,7 @@ def kl(log_q: Float[Tensor, "... c"], log_p: Float[Tensor, "... c"]) -> Float[Te
 
 def distance_from_uniform(logits: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
     """Compute Σ_c |p_c - 1/C| over C classes, accurately even where p is nearly uniform."""
-    differences = uniform(logits[:, None])[0, :, 0]  # 1/C - p_c: [b, c]
+    differences = uniform_direction(logits[:, None])[0, :, 0]  # 1/C - p_c: [b, c]
     return differences.abs().sum(-1)
 
 

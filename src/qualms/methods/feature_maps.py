@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch, num_samples, parts_of
+from qualms.gradients.batch import Batch, num_samples, split_batch
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.context import BatchContext
@@ -184,7 +184,7 @@ def _densities_vary(context: BatchContext, has_flat: bool) -> bool:
     except QualmsError:
         return has_flat
     max_rows = context.model_context.rows_with_graph(noise, memory_factor=2)
-    part_densities = [_measure_densities(context, part)[0] for part in parts_of(noise, max_rows)]
+    part_densities = [_measure_densities(context, part)[0] for part in split_batch(noise, max_rows)]
     densities = torch.cat(part_densities)
     return bool((densities != densities[0]).any())
 

@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qualms.gradients.batch import take_samples
 from qualms.gradients.directions import Directions
 from qualms.gradients.engines.class_sampling import (
     LATE_SPREAD,
@@ -64,17 +63,12 @@ class ClassSums:
         cache: what the engines have learned about the model.
         head: the weight of the linear layer that computes the logits, which helps to guess which
             classes count most; None if there is no such layer.
-        lam: the smallest λ of the methods; None if one of them weights layers equally.
-        known_logits: logits of a plain forward pass, with which the exact engine compares its own;
-            None to skip the comparison.
     """
 
     request: GradientRequest
     methods: "Sequence[GradientScore]"
     cache: PlanCache
     head: Float[Tensor, "c d"] | None
-    lam: float | None
-    known_logits: Float[Tensor, "b c"] | None = None
 
     @property
     def tolerance(self) -> float:
@@ -92,7 +86,8 @@ class ClassSums:
 
         It is smaller if early layers count less in all methods.
         """
-        has_layer_weights = self.lam is not None and self.lam > 0
+        lam = self.request.smallest_lambda
+        has_layer_weights = lam is not None and lam > 0
         return LATE_SPREAD if has_layer_weights else WHOLE_SPREAD
 
     @property
@@ -210,7 +205,7 @@ class ClassSums:
             # The engine's own logits decide the draw. If inputs influence each other it runs each
             # input alone, and these logits differ from those of the plain forward pass.
             sizes = _create_size_function(self.methods, self.head)
-            sample = SampledClasses(("drawn",), sizes=sizes, number=number, seed=seed)
+            sample = SampledClasses(("drawn",), sizes=sizes, num_drawn=number, seed=seed)
             table = self._measure_norms(index, sample)
             # The classes that the engine has drawn: the same logits give the same draw.
             classes, chances = sample.draw(table.logits)
@@ -229,15 +224,8 @@ class ClassSums:
             index: the indices of the n inputs in the batch.
             directions: the directions, which replace those of the request.
         """
-        input_indices = index.tolist()
-        request = replace(
-            self.request,
-            batch=take_samples(self.request.batch, input_indices),
-            numbers=[self.request.numbers[i] for i in input_indices],
-            directions=directions,
-        )
-        known_logits = None if self.known_logits is None else self.known_logits[index]
-        return layer_table([request], self.cache, regrouped=known_logits, lam=self.lam)
+        request = replace(self.request.take(index.tolist()), directions=directions)
+        return layer_table([request], self.cache)
 
     def _compute_terms(
         self,
@@ -286,15 +274,15 @@ class ClassSums:
         # method that needs most classes decides how many are missing: at least one, at most twice
         # as many as were measured.
         allowed = (self.tolerance * magnitudes).square() - layer_errors.square()
-        num_measured = tally.number[index]
+        num_measured = tally.num_drawn[index]
         needed_ratio = (sampling_errors.square() / allowed.clamp_min(TINY)).amax(0)
         missing = needed_ratio * num_measured - num_measured
         missing = missing.clamp(1).minimum(2.0 * num_measured)
         further = (missing / STEP).ceil().long() * STEP
         # Measure all classes rather than more than half of them.
-        num_certain = tally.certain[index].sum(-1)
+        num_certain = tally.is_certain[index].sum(-1)
         further[2 * (num_measured + further + num_certain) > num_classes] = num_classes
-        is_done = tally.whole[index] | (errors <= self.tolerance * magnitudes).all(0)
+        is_done = tally.is_complete[index] | (errors <= self.tolerance * magnitudes).all(0)
         return values, errors, torch.where(is_done, 0, further)
 
 
@@ -320,7 +308,7 @@ def layer_sums_by_few_classes(
     """
     sizes = _create_size_function([method], head)
     seed = request.settings.seed
-    sample = SampledClasses(("drawn",), sizes=sizes, number=FOR_LAYERS, seed=seed)
+    sample = SampledClasses(("drawn",), sizes=sizes, num_drawn=FOR_LAYERS, seed=seed)
     table = layer_table([replace(request, directions=sample)], cache)
     # The classes that the engine has drawn: the same logits give the same draw.
     classes, chances = sample.draw(table.logits)

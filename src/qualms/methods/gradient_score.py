@@ -25,6 +25,7 @@ from qualms.gradients.engines.layer_cut import find_layer_cut
 from qualms.gradients.engines.sketch import project_gradients
 from qualms.gradients.layer_table import LayerTable
 from qualms.gradients.layers import total_norms
+from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
 from qualms.gradients.settings import Smoothing
 from qualms.gradients.sketching.projections import Projections
@@ -262,7 +263,7 @@ class GradientPass:
 
     def columns(self, method: GradientScore, context: BatchContext) -> slice:
         """Return the indices of one score's directions among all directions of the pass."""
-        return self.directions.columns(method.direction, context.num_classes)
+        return self.directions.indices_of(method.direction, context.num_classes)
 
 
 def _layer_norms(
@@ -312,11 +313,11 @@ def _estimate_by_sketch(
     # A dict, to drop duplicates but keep the order.
     methods = dict.fromkeys(m for m in shared_pass.methods if m.layers == method.layers)
     block_estimates: dict[GradientScore, list[Estimate]] = {m: [] for m in methods}
-    request = context.create_request(shared_pass.directions, method.smooth)
-    request, skipped_share = _skip_early_layers(request, method.layers, context)
     cache = context.model_context.cache
+    request = context.create_request(shared_pass.directions, method.smooth, method.layers)
+    request, skipped_share = _skip_early_layers(request, cache)
     for projections, logits in project_gradients(request, method.layers, cache):
-        norms = projections.scale
+        norms = projections.estimate_norms()
         for m in methods:
             columns = shared_pass.columns(m, context)
             selected = replace(projections, values=projections.values[:, :, columns])
@@ -350,7 +351,7 @@ def _estimate_from_projections(
     # The error of the sum is, to first order, that of the norms times the derivative of the sum
     # with respect to each norm: w_m if n = 1, and 2 w_m ‖g_m‖ if n = 2.
     if method.power == 2:
-        values = weighted_sum(projections.square, weights)
+        values = weighted_sum(projections.estimate_squared_norms(), weights)
         derivatives = 2 * weights * norms
     else:
         values = weighted_sum(norms, weights)
@@ -358,23 +359,18 @@ def _estimate_from_projections(
     return Estimate(values, projections.weighted_error(norms, derivatives))
 
 
-def _skip_early_layers(
-    request: GradientRequest,
-    lam: float | None,
-    context: BatchContext,
-) -> tuple[GradientRequest, float]:
+def _skip_early_layers(request: GradientRequest, cache: PlanCache) -> tuple[GradientRequest, float]:
     """Restrict a request to the late layers, if the tolerance allows skipping the early ones.
 
     Args:
         request: the request for gradients of all layers.
-        lam: λ of the scores; None if layers are weighted equally.
-        context: the batch.
+        cache: the plans of the model, which keep what is skipped.
 
     Returns:
         The request for the late layers, and the largest share of a score that the skipped early
         layers contribute; the given request and 0 if no layer can be skipped.
     """
-    cut = find_layer_cut(request, lam, context.model_context.cache)
+    cut = find_layer_cut(request, cache)
     while cut is not None and cut.num_early:
         # Measures all layers of an input now and then. If its early layers count too much, this is
         # False and the cut has been changed to skip fewer layers, so it is tried again.
@@ -417,12 +413,10 @@ def create_class_sums(
             layers equally.
     """
     # All methods have the smoothing of the first one.
-    request = context.create_request(Directions(("classes",)), methods[0].smooth)
+    request = context.create_request(Directions(("classes",)), methods[0].smooth, lam)
     return ClassSums(
         request=request,
         methods=methods,
         cache=context.model_context.cache,
         head=context.head_weight,
-        lam=lam,
-        known_logits=context.known_logits,
     )

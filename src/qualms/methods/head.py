@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
 from qualms.gradients.batch import Batch, take_samples
-from qualms.gradients.layer_table import heavy_blocks
-from qualms.gradients.layers import Params, layer_of, selected_parameters
+from qualms.gradients.layers import Params, group_by_layer, layer_of, select_parameters
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.tracing.traced_forward import use_order
 
@@ -140,27 +139,42 @@ class _LinearRecorder(TorchFunctionMode):
 
 
 def find_blocks(model: nn.Module, batch: Batch, params: Params, method: str) -> list[list[str]]:
-    """Find the residual or transformer blocks of a model, or its layers if there are none.
+    """Group the parameters that a model uses by residual or transformer block, in order of use.
+
+    A layer outside of such blocks is a block by itself. Every block has a matrix or kernel: layers
+    without one (normalizations) join the block before them, and those before the first block are
+    left out. If no parameter is a matrix or kernel, all parameters form one block.
 
     Args:
-        model: a classifier.
+        model: a classifier, inside `preserve_state`.
         batch: the inputs of the model.
         params: selects the parameters that are put into blocks; others are left out.
         method: the name of the method, for the error.
 
     Returns:
-        The names of each block's parameters, in the order in which the model uses them.
+        The names of each block's parameters.
 
     Raises:
         QualmsError: if the order of use cannot be seen.
     """
-    blocks = heavy_blocks(model, batch, selected_parameters(model, params))
-    if not blocks:
+    selected = select_parameters(model, params)
+    first_sample = ModelInput(take_samples(batch, slice(0, 1)))
+    order = use_order(model, first_sample, selected)
+    if not order.names:
         raise QualmsError(
-            f"{method} needs the order in which the model uses its layers, but the model hides "
-            "it from torch's function modes (a scripted module?); use regrad or entropy."
+            f"{method} needs the order in which the model uses its layers, but torch's function "
+            "modes cannot see its operations (a scripted module?); use regrad or entropy."
         )
-    return blocks
+    used_names = order.relevant(order.names, selected)
+    blocks: list[list[str]] = []
+    for names in group_by_layer(model, used_names, "block").values():
+        has_matrix = any(selected[name].ndim > 1 for name in names)
+        if has_matrix:
+            blocks.append([])
+        # Names before the first block are left out.
+        if blocks:
+            blocks[-1] += names
+    return blocks or [used_names]
 
 
 def without_head(

@@ -359,7 +359,7 @@ def _read_batches(
     if is_empty:
         raise QualmsError(
             "batches is empty, but a posterior needs at least one training input; pass an iterable "
-            "that was not read before."
+            "that has not been consumed."
         )
 
 

@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError, reason
-from qualms.gradients.batch import num_samples, parts_of, slices
+from qualms.gradients.batch import num_samples, slices, split_batch
 from qualms.gradients.directions import CONTRASTS, Directions
 from qualms.methods.context import BatchContext
 from qualms.methods.head import (
@@ -250,8 +250,8 @@ class Heat(Method):
             log_ratio, _ = self._compute_log_ratio(noise, blocks)
         except QualmsError as error:
             raise QualmsError(
-                f"{self.name} runs the model on {NOISE_INPUTS} noise inputs, which failed "
-                f"({reason(error)}); use regrad+layers or entropy."
+                f"{self.name} needs to run the model on {NOISE_INPUTS} noise inputs, but this "
+                f"failed ({reason(error)}); use regrad+layers or entropy."
             ) from error
         finite = log_ratio[log_ratio.isfinite()]
         if 2 * len(finite) >= NOISE_INPUTS:
@@ -350,7 +350,7 @@ def _head_of_logits(context: BatchContext, logits: Float[Tensor, "b c"]) -> Head
     if torch.allclose(logits, context.logits, rtol=1e-3, atol=1e-3 * largest):
         return context.head
     heads: list[Head | QualmsError] = []
-    for single_input in parts_of(context.batch, 1):
+    for single_input in split_batch(context.batch, 1):
         _, head = forward_with_head(context.model, single_input)
         heads.append(head)
     return require_head(Head.concatenate(heads))

@@ -115,7 +115,7 @@ def _find_vocabulary_size(context: BatchContext, method: str) -> int:
         raise QualmsError(
             f"{method} runs the model on random token ids, but no embedding of the model reads x, "
             f"so the vocabulary is unknown; {INSTEAD}, put the token ids first if x is a dict, or "
-            "pass x in floating point if it is not tokens."
+            "convert x to a float dtype if it does not contain tokens."
         )
     return finder.rows
 

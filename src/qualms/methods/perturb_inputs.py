@@ -21,7 +21,7 @@ from qualms.gradients.batch import (
     take_samples,
     with_tensors,
 )
-from qualms.gradients.directions import of_class, scale_to_unit
+from qualms.gradients.directions import direction_of_class, scale_to_unit
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.settings import Smoothing
 from qualms.methods.context import BatchContext
@@ -140,8 +140,8 @@ def loss_gradient_sign(
     # a confident prediction it would be lost to rounding, or zero in float32.
     z = logits.detach().double()[:, None] / temperature  # [b, 1, c]: one row for each input
     predicted = z[:, 0].argmax(-1)
-    # `of_class` is e_ŷ - p: [1, b, 1, c].
-    logit_gradient = -of_class(z, predicted)[:, :, 0]
+    # `direction_of_class` is e_ŷ - p: [1, b, 1, c].
+    logit_gradient = -direction_of_class(z, predicted)[:, :, 0]
     (scaled_gradient,), _ = scale_to_unit(logit_gradient, len(z))
     (gradient,) = torch.autograd.grad(logits, variables, scaled_gradient.to(logits.dtype))
     return gradient.sign()

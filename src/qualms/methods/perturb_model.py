@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from qualms.errors import QualmsError
 from qualms.gradients.batch import (
     Batch,
-    each_tensor,
+    map_tensors,
     num_samples,
-    parts_of,
+    split_batch,
     take_samples,
 )
 from qualms.gradients.isolation import preserve_state
@@ -106,7 +106,7 @@ class PerturbTheta(MonteCarlo):
             total += kl(log_softmax(logits.double()), context.log_probs)
             if not mode.replaced_ids:
                 raise QualmsError(
-                    "the model's operations are hidden from torch's function modes (a scripted "
+                    "torch's function modes cannot see the model's operations (a scripted "
                     "module?), so its weights cannot be perturbed; use perturb-x or regrad."
                 )
         return total / self.draws
@@ -140,7 +140,7 @@ class _ReplaceParameters(TorchFunctionMode):
             args: its arguments.
             kwargs: its keyword arguments.
         """
-        args, kwargs = each_tensor((args, kwargs or {}), self._replace)
+        args, kwargs = map_tensors((args, kwargs or {}), self._replace)
         return func(*args, **kwargs)
 
     def _replace(self, t: Tensor) -> Tensor:
@@ -357,4 +357,4 @@ def _forward_member(
     work = PassMemory(pass_name, compute_logits, ROWS_AT_ONCE)
     settings, cache = model_context.settings, model_context.cache
     max_rows = work.rows_at_once(batch, num_samples(batch), settings, cache)
-    return torch.cat([compute_logits(part) for part in parts_of(batch, max_rows)])
+    return torch.cat([compute_logits(part) for part in split_batch(batch, max_rows)])

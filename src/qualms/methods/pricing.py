@@ -13,7 +13,7 @@ import torch
 from qualms.errors import SlowWarning
 from qualms.gradients.batch import take_samples
 from qualms.gradients.directions import CONTRASTS
-from qualms.gradients.engines.choice import SKETCH_PASSES, row_passes
+from qualms.gradients.engines.choice import SKETCH_PASSES, count_row_passes
 from qualms.gradients.engines.layer_cut import find_layer_cut
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.coherence import Coherence
@@ -155,7 +155,7 @@ def _count_late_gradients(context: BatchContext, names: Iterable[str], direction
         directions: the number of directions along which gradients are taken.
     """
     request = context.create_request(GradientPass.of_scorer(context, None).directions, None)
-    return row_passes(request, directions, context.model_context.cache, frozenset(names))
+    return count_row_passes(request, directions, context.model_context.cache, frozenset(names))
 
 
 def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) -> float:
@@ -173,7 +173,7 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
     if settings.sketch is not None:
         return rows * SKETCH_PASSES * settings.sketch.tangents
     shared_pass = GradientPass.of_scorer(context, smooth)
-    directions: float = shared_pass.directions.size(context.num_classes)
+    directions: float = shared_pass.directions.num_directions(context.num_classes)
     sampling_methods = [m for m in methods if m.uses_class_sampling(context)]
     if sampling_methods:
         class_sums = create_class_sums(context, sampling_methods, shared_pass.lam)
@@ -181,11 +181,11 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
         # A sample of the classes takes the place of all of them.
         directions += float(sampled_classes) - context.num_classes
     # Backward passes stop at the first layer that is not skipped.
-    request = context.create_request(shared_pass.directions, smooth)
-    cut = find_layer_cut(request, shared_pass.lam, model_context.cache)
+    request = context.create_request(shared_pass.directions, smooth, shared_pass.lam)
+    cut = find_layer_cut(request, model_context.cache)
     late_names = None if cut is None else cut.names
     unsmoothed_request = context.create_request(shared_pass.directions, None)
-    return rows * row_passes(unsmoothed_request, directions, model_context.cache, late_names)
+    return rows * count_row_passes(unsmoothed_request, directions, model_context.cache, late_names)
 
 
 @torch.no_grad()

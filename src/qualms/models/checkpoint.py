@@ -84,7 +84,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         from safetensors.torch import load_file
     except ImportError as error:
         raise QualmsError(
-            f"{path} needs the package safetensors; pip install '.[app]' in a clone of qualms."
+            f"{path} needs the package safetensors; run pip install '.[app]' in a clone of qualms."
         ) from error
     try:
         return load_file(path)

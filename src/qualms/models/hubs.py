@@ -44,8 +44,8 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
         model: nn.Module = timm.create_model(name, pretrained=weights is None, **options)
     if model.num_classes == 0:
         raise QualmsError(
-            f"{source} returns features, not classes; pass classes=, and weights= that were "
-            "trained for them."
+            f"{source} outputs features, not logits; pass classes=, and weights= that were "
+            "trained for these classes."
         )
     if weights is not None:
         fit_state(model, read_state(weights), file=weights, network=source)
@@ -58,8 +58,8 @@ def _import_timm(source: str) -> Any:
     def explain(error: Exception) -> QualmsError:
         """Create the error that timm cannot be imported, with the reason and how to install it."""
         return QualmsError(
-            f"{source} needs timm, which does not import here ({reason(error)}); "
-            "pip install timm torchvision."
+            f"{source} needs timm, which cannot be imported ({reason(error)}); "
+            "run pip install timm torchvision."
         )
 
     # Beside another build of torch, torchvision raises more than ImportError.
@@ -155,7 +155,7 @@ def load_own_weights(
     if missing:
         raise QualmsError(
             f"the weights of hf:{name} lack {len(missing)} tensors (first '{missing[0]}'), which "
-            f"would be random; {advice}."
+            f"would be initialized randomly; {advice}."
         )
     return model
 
@@ -199,10 +199,10 @@ def transformers_for(name: str) -> Any:
         import transformers
     except ImportError as error:
         raise QualmsError(
-            f"hf:{name} needs the package transformers; pip install transformers."
+            f"hf:{name} needs the package transformers; run pip install transformers."
         ) from error
     if name.startswith((".", "/", "~")) and not Path(name).is_dir():
-        raise QualmsError(f"there is no folder {name} for hf:; check the path.")
+        raise QualmsError(f"hf:{name} names a folder that does not exist; check the path.")
     return transformers
 
 
@@ -236,8 +236,8 @@ def check_classes(source: str, classes: int | None, published: int) -> None:
     if classes not in (None, published):
         raise QualmsError(
             f"the published weights of {source} have {published} classes, so a last layer for "
-            f"{classes} would be random; leave out classes=, or pass weights=, a checkpoint "
-            "that was trained for them."
+            f"{classes} would be initialized randomly; leave out classes=, or pass weights=, a "
+            f"checkpoint that was trained for {classes} classes."
         )
 
 

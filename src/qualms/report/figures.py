@@ -77,7 +77,7 @@ def lift_figure(content: Content, method: str) -> Figure:
         raulc_text = f"rAULC {raulc(scores, correct):.3f}."
     half_text = format_percent(accuracy_of_half)
     all_text = format_percent(accuracy_of_all)
-    summary = f"Accuracy: {half_text} of the most certain half, {all_text} of all; {raulc_text}"
+    summary = f"Accuracy: {half_text} on the most certain half, {all_text} on all; {raulc_text}"
     return {
         "x": "known images accepted, %",
         "y": "accuracy / overall accuracy",

@@ -346,13 +346,13 @@ def _explain_no_layers(content: Content, method: str) -> str:
     found_method = find_method(content, method)
     other_methods = ""
     if content.layers:
-        other_methods = f" Those of {_join_words(list(content.layers))} do."
+        other_methods = f" Those of {_join_words(list(content.layers))} can."
     if found_method is None:
-        return f"It is not known which layers the scores of {method} come from.{other_methods}"
+        return f"The scores of {method} cannot be split by layer.{other_methods}"
     why = "does not use gradients"
     if found_method.direction:  # a gradient score, but not a sum over classes
         why = "does not sum the gradients of classes"
-    return f"{method} {why}, so its scores do not come from layers.{other_methods}"
+    return f"{method} {why}, so its scores cannot be split by layer.{other_methods}"
 
 
 def _join_words(words: Sequence[str]) -> str:

@@ -111,7 +111,7 @@ class Network:
         def explain(error: Exception) -> QualmsError:
             """Create the error that names the network, the size and the reason."""
             return QualmsError(
-                f"{self.name} does not take images of {width} x {height} pixels "
+                f"{self.name} does not accept images of {width} x {height} pixels "
                 f"({reason(error)}); pass size=, the size it was trained on."
             )
 

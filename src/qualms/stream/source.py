@@ -106,7 +106,7 @@ class Source:
                 rejected = batch.rejected[0]
                 why = why or f": {rejected.id} is {rejected.reason}"
         raise QualmsError(
-            f"no image of {self.name} can be read{why}; check that it is the one you meant."
+            f"no image of {self.name} can be read{why}; check that you passed the right path."
         )
 
 
@@ -305,7 +305,7 @@ def _folder_source(listing: Listing, reader: _FileReader) -> Source:
     """Build a Source over a folder's files, in splits of SPLIT_FILES."""
     files, folder = listing.files, listing.path
     if not files:
-        raise QualmsError(f"{folder} holds no images; check that it is the one you meant.")
+        raise QualmsError(f"{folder} contains no images; check the path.")
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
         """Read the files from `start` on, in batches of these sizes."""
