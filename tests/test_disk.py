@@ -226,12 +226,12 @@ def test_only_what_a_disk_refuses_is_told_as_that() -> None:
 
 
 def test_sigterm_is_heeded_once_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "_since", None)
+    monkeypatch.setattr(signals, "_terminated_at", None)
     before = signal.getsignal(signal.SIGTERM)
     cleaned: list[str] = []
 
     def work() -> None:
-        with signals.at_sigterm(signals.stop):
+        with signals.at_sigterm(signals.terminate_command):
             try:
                 signal.raise_signal(signal.SIGTERM)
             finally:
@@ -248,9 +248,9 @@ def test_sigterm_is_heeded_once_and_given_back(monkeypatch: pytest.MonkeyPatch) 
 def test_a_stop_that_passes_an_import_keeps_its_exit_code() -> None:
     program = """
 import signal, sys
-from qualms.cli.signals import at_sigterm, stop
+from qualms.cli.signals import at_sigterm, terminate_command
 try:
-    with at_sigterm(stop):
+    with at_sigterm(terminate_command):
         exec("signal.raise_signal(signal.SIGTERM)")
 except KeyboardInterrupt:
     sys.exit(143)

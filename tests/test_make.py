@@ -125,7 +125,7 @@ for name in ("beartype", "hypothesis", "IPython", "matplotlib", "mkdocs", "nbcli
 import qualms.cli.demo_command as command
 import qualms.demo as demo
 
-demo.EACH, demo.EPOCHS, demo.TRAININGS, demo.TIMED, command.RESAMPLES = 8, 1, 1, 2, 20
+demo.IMAGES_PER_KIND, demo.EPOCHS, demo.TRAININGS, demo.TIMED_IMAGES, command.RESAMPLES = 8, 1, 1, 2, 20
 demo.every_method = lambda: {spec: demo.parse(spec) for spec in ("regrad+layers", "entropy", "laplace")}
 command.demo(command.Path("report.html"))
 """

@@ -24,13 +24,13 @@ from qualms.tasks.rows import LeftOutRow
 from qualms.tasks.runtime import runtime
 from qualms.training import RECIPES, fit
 
-# The number of classes that the network learns: the digits 0 to 6.
-KNOWN = 7
+# The number of classes that the network learns, the digits 0 to 6.
+NUM_KNOWN = 7
 SIZE = 16  # height and width of the images, in pixels
 EPOCHS = 10
-TRAININGS = 3  # the first is the network, the others its ensemble
-EACH = 96  # the number of images of each kind
-TIMED = 16  # images on which methods are timed
+TRAININGS = 3  # of the same CNN: the first is the network to evaluate, the others its ensemble
+IMAGES_PER_KIND = 96  # of each kind of unknown images; there are twice as many known ones
+TIMED_IMAGES = 16  # known images on which methods are timed
 NORMALIZATION = DATASETS["digits"].normalization
 
 
@@ -51,7 +51,7 @@ class Scene:
     unknown: list[Images]
 
 
-def prepare(seed: int = 0, progress: ProgressFn | None = None) -> Scene:
+def prepare_scene(seed: int = 0, progress: ProgressFn | None = None) -> Scene:
     """Train the network and gather the images.
 
     Args:
@@ -61,38 +61,43 @@ def prepare(seed: int = 0, progress: ProgressFn | None = None) -> Scene:
     """
     train = load("data:digits", split="train").convert(1, SIZE)
     test = load("data:digits", split="test").convert(1, SIZE)
-    seen = _take_classes(train, range(KNOWN), "digits 0 to 6")
-    known = _take_classes(test, range(KNOWN), "digits 0 to 6")
+    train_digits = _take_classes(train, range(NUM_KNOWN), "digits 0 to 6")
+    known = _take_classes(test, range(NUM_KNOWN), "digits 0 to 6")
     # The network saw no digit from 7 to 9, so those of both splits are unknown to it.
-    unseen = _take_classes(_concatenate(train, test), range(KNOWN, 10), "digits 7 to 9")
+    unknown_digits = _take_classes(_concatenate(train, test), range(NUM_KNOWN, 10), "digits 7 to 9")
     models = []
-    for number in range(TRAININGS):
-        models.append(_train(seen, seed + number))
+    for index in range(TRAININGS):
+        models.append(_train(train_digits, seed + index))
         if progress is not None:
-            progress("networks trained", number + 1, TRAININGS)
+            progress("networks trained", index + 1, TRAININGS)
     network = Network("the paper's CNN", models[0], NORMALIZATION, members=tuple(models[1:]))
     unknown = []
-    for images in (unseen, load("data:letters"), load("data:photos")):
-        unknown.append(images.convert(1, SIZE).subset(EACH, seed))
-    return Scene(network, seen, known.subset(2 * EACH, seed), unknown)
+    for images in (unknown_digits, load("data:letters"), load("data:photos")):
+        unknown.append(images.convert(1, SIZE).subset(IMAGES_PER_KIND, seed))
+    return Scene(
+        network=network,
+        train=train_digits,
+        known=known.subset(2 * IMAGES_PER_KIND, seed),
+        unknown=unknown,
+    )
 
 
 def every_method() -> dict[str, Method]:
     """Return every method by its spec: REGrad* first, then all others with default parameters.
 
-    Noise levels are in pixels.
+    Noise levels are for pixels from 0 to 1.
     """
-    names = [kind.name for kind in METHODS]
+    names = [method_type.name for method_type in METHODS]
     return {spec: parse(spec) for spec in (DEFAULT, "regrad+layers", *names)}
 
 
-def evaluate(
+def score_and_time(
     scene: Scene, seed: int = 0, progress: ProgressFn | None = None
 ) -> tuple[Content, list[LeftOutRow]]:
     """Score all images by every method, and time the methods.
 
     Args:
-        scene: The scene that `prepare` returned.
+        scene: The network and the images, from `prepare_scene`.
         seed: The seed of all random draws.
         progress: Called with a kind of work, how much of it is done, and how much there is.
 
@@ -100,40 +105,57 @@ def evaluate(
         What the report shows, and a row with the reason for each method that the network does not
         support.
     """
-    network, journal = scene.network, Journal(None, {})
+    network = scene.network
+    # Keeps the rows in memory only.
+    journal = Journal(None, {})
     methods, left_out = select_usable(network, scene.known, every_method(), scene.train)
     groups = []
     for images in (scene.known, *scene.unknown):
-        found = score_images(
+        scored = score_images(
             network, images, methods, journal, seed=seed, train=scene.train, progress=progress
         )
-        labels = found.labels if images is scene.known else None
-        groups.append(
-            Group(images.name, images, found.scores, found.predicted, labels, found.confidence)
+        # Labels of the unknown images are not classes of the network.
+        labels = scored.labels if images is scene.known else None
+        group = Group(
+            name=images.name,
+            images=images,
+            scores=scored.scores,
+            predicted=scored.predicted,
+            labels=labels,
+            confidence=scored.confidence,
         )
-    few = scene.known.take(slice(0, TIMED))
-    timed = runtime(
-        network, few, methods, journal, seed=seed, train=scene.train, rounds=3, progress=progress
+        groups.append(group)
+    timed_images = scene.known.take(slice(0, TIMED_IMAGES))
+    time_rows = runtime(
+        network,
+        timed_images,
+        methods,
+        journal,
+        seed=seed,
+        train=scene.train,
+        rounds=3,
+        progress=progress,
     )
     training = f"trained on {len(scene.train)} images of the {scene.train.name}"
     content = Content(
         "What a network for digits does not know",
-        groups[0],
-        groups[1:],
+        known=groups[0],
+        unknown=groups[1:],
         about={"Network": f"{network.name}, {training}", "Seed": str(seed)},
-        costs={row["method"]: row["ratio"] for row in timed},
+        costs={row["method"]: row["ratio"] for row in time_rows},
         layers=layers_of(network, groups, methods),
         left_out=left_out,
-        classes=tuple(scene.known.classes[:KNOWN]),
+        classes=tuple(scene.known.classes[:NUM_KNOWN]),
     )
     return content, left_out
 
 
 def _train(images: Images, seed: int) -> nn.Module:
     """Train a CNN on images of the known digits; the global random state is left unchanged."""
+    # The initial weights follow the seed; on exit the global random state is restored.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = paper_cnn(channels=1, size=SIZE, classes=KNOWN)
+        model = paper_cnn(channels=1, size=SIZE, classes=NUM_KNOWN)
     fit(model, images, RECIPES["digits"].shortened(EPOCHS), NORMALIZATION, seed=seed)
     return model
 
@@ -143,18 +165,29 @@ def _take_classes(images: Images, wanted: range, name: str) -> Images:
 
     Args:
         images: Images with labels.
-        wanted: The numbers of the classes to take.
+        wanted: The indices of the classes to select.
         name: What tables call the selected images.
     """
     assert images.labels is not None
     is_wanted = torch.isin(images.labels, torch.tensor(list(wanted)))
     selected = images.take(is_wanted.nonzero().squeeze(1))
-    return Images(name, selected.pixels, selected.labels, images.classes)
+    return Images(
+        name=name,
+        pixels=selected.pixels,
+        labels=selected.labels,
+        classes=images.classes,
+    )
 
 
-def _concatenate(a: Images, b: Images) -> Images:
-    """Join the labeled images of two splits of one dataset."""
-    assert a.labels is not None
-    assert b.labels is not None
-    pixels, labels = torch.cat([a.pixels, b.pixels]), torch.cat([a.labels, b.labels])
-    return Images(a.name, pixels, labels, a.classes)
+def _concatenate(train: Images, test: Images) -> Images:
+    """Join the labeled images of the two splits of a dataset."""
+    assert train.labels is not None
+    assert test.labels is not None
+    pixels = torch.cat([train.pixels, test.pixels])
+    labels = torch.cat([train.labels, test.labels])
+    return Images(
+        name=train.name,
+        pixels=pixels,
+        labels=labels,
+        classes=train.classes,
+    )

@@ -286,7 +286,7 @@ def test_numbers_keep_every_bit(tmp_path: Path, kind: torch.dtype) -> None:
     with PartialFile(tmp_path / "a.partial", {}) as partial:
         partial.add(part_row("images", 0, given))
     with PartialFile(tmp_path / "a.partial", {}) as partial:
-        row = partial.part("images", 0, 5)
+        row = partial.saved_row("images", 0, 5)
         assert row is not None
         found = partial.restore(row, None)
     assert found.columns() | {"error_heat": 0} == given.columns() | {"error_heat": 0}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qualms.cli import price_estimate as price
-from qualms.cli.price_estimate import duration
+from qualms.cli.price_estimate import format_duration
 from tests.helpers.commands import own, run
 
 Told = pytest.CaptureFixture[str]
@@ -54,7 +54,7 @@ def test_every_method_of_a_network_has_a_price_or_a_reason(
 
 
 def test_durations_are_for_people() -> None:
-    assert [duration(s) for s in (0.04, 0.8, 6.2, 700, 12600)] == [
+    assert [format_duration(s) for s in (0.04, 0.8, 6.2, 700, 12600)] == [
         "40 ms",
         "0.8 s",
         "6 s",

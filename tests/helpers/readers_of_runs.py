@@ -282,7 +282,7 @@ def _threshold(folder: Path) -> Path:
 
 
 def _accept(folder: Path, path: Path) -> None:
-    from qualms.cli.threshold_command import _content, _promise
+    from qualms.cli.threshold_command import _describe_guarantee, _to_json_values
     from qualms.threshold import Threshold
 
     found = Threshold.load(path)
@@ -292,8 +292,8 @@ def _accept(folder: Path, path: Path) -> None:
     found.fingerprint()
     if found.reference:
         assert 0 <= float(found.percentile([0.2])[0]) <= 100
-    _promise(found)
-    json.dumps(_content(found), allow_nan=False)
+    _describe_guarantee(found)
+    json.dumps(_to_json_values(found), allow_nan=False)
 
 
 def _journal(folder: Path) -> Path:

@@ -13,7 +13,7 @@ from qualms import metrics
 from qualms.data import Normalization
 from qualms.methods import parse
 from qualms.report import numbers
-from qualms.report.comparison import cells, columns, describe_comparison, format_cost
+from qualms.report.comparison import describe_comparison, format_cost, list_columns, make_cells
 from qualms.report.content import Content, Group, LayerContributions
 from qualms.report.gallery import confident_mistakes, extreme_images
 from qualms.report.layer_chart import layer_name, layers_of
@@ -119,7 +119,7 @@ def test_shares_of_layers_are_means_over_the_inputs_of_a_group() -> None:
     rows = content.layers["exact"].contributions[:25]
     assert found.shares[0] == pytest.approx((rows / rows.sum(1, keepdims=True)).mean(0))
     assert found.shares.sum(1) == pytest.approx(1)
-    few = numbers.layer_shares(content, content.layers["exact"], most=2)
+    few = numbers.layer_shares(content, content.layers["exact"], max_layers=2)
     assert (few.names, few.others) == (["Conv 3×3 · conv2", "Linear · fc"], 1)
 
 
@@ -158,9 +158,9 @@ def test_learning_curves_begin_at_the_shared_start_and_average_over_seeds() -> N
 
 
 def test_the_gallery_shows_both_ends_and_no_image_twice() -> None:
-    assert extreme_images(np.array([3.0, 1, 2, 5, 4]), most=2) == ([1, 2], [3, 4])
-    assert extreme_images(np.array([3.0, 1, 2]), most=8) == ([1, 2], [0])
-    assert extreme_images(np.array([1.0]), most=8) == ([0], [])
+    assert extreme_images(np.array([3.0, 1, 2, 5, 4]), max_images=2) == ([1, 2], [3, 4])
+    assert extreme_images(np.array([3.0, 1, 2]), max_images=8) == ([1, 2], [0])
+    assert extreme_images(np.array([1.0]), max_images=8) == ([0], [])
 
 
 def test_confident_mistakes_come_worst_first() -> None:
@@ -234,8 +234,8 @@ def test_without_anything_to_compare_there_is_a_reason() -> None:
 def test_whiskers_span_the_methods_that_are_for_use() -> None:
     content = full()
     judged = numbers.summarize_methods(content, resamples=50)
-    heads = [column.text for column in columns(content, judged)]
-    rows = {j.method: cells(content, judged, j) for j in judged}
+    heads = [column.heading for column in list_columns(content, judged)]
+    rows = {j.method: make_cells(content, judged, j) for j in judged}
     assert all(len(row) == len(heads) for row in rows.values())
     drawn = [row[0]["whisker"] for name, row in rows.items() if name != "flat"]
     assert all(0 < w["low"] <= w["at"] <= w["low"] + w["width"] < 100 for w in drawn)

@@ -4,12 +4,13 @@ import atexit
 import signal
 import sys
 
-from qualms.cli.signals import at_sigterm, leave
+from qualms.cli.signals import at_sigterm, exit_at_once
 
 
 def main() -> None:
     """Run the `qualms` command, or explain how to install what it needs."""
-    with at_sigterm(leave):
+    with at_sigterm(exit_at_once):
+        # Imported here, since it needs typer and rich, which may not be installed.
         try:
             from qualms.cli.commands import run
         except ModuleNotFoundError as missing:

@@ -23,7 +23,8 @@ from qualms.tasks.journal import Journal
 from qualms.tasks.rows import LeftOutRow, Row
 from qualms.training import RECIPES
 
-# By the name in rows; None picks at random.
+# A dict from the name of a picker, as rows have it, to the method whose highest scores are picked,
+# or to None, which picks at random.
 Pickers = dict[str, Method | None]
 EPOCHS = RECIPES["active"].epochs
 
@@ -46,17 +47,17 @@ class ActiveOptions(TaskOptions):
         typer.Option(help="Pick diverse images, from this many candidates per pick; at least 1."),
     ] = None
 
-    def plan(self) -> Plan:
+    def make_plan(self) -> Plan:
         """Return the schedule: how many images each cycle labels, and how it trains on them."""
         recipe = RECIPES["active"].shortened(self.epochs)
         return Plan(
-            self.start,
-            self.more,
-            recipe,
-            self.cycles,
-            self.pool,
-            self.validation,
-            self.diversity,
+            start=self.start,
+            more=self.more,
+            recipe=recipe,
+            cycles=self.cycles,
+            pool=self.pool,
+            validation=self.validation,
+            diversity=self.diversity,
         )
 
 
@@ -76,30 +77,33 @@ def active(options: ActiveOptions) -> None:
             f"bench active needs a known dataset with labels, but {options.inside!r} is not one; "
             f"choose one of {', '.join(DATASETS)}."
         )
-    model = options.model or NETWORKS.get(dataset, COLOR)
-    file = options.out or rows_file("active", options.inside, model, options.seed)
+    network_name = options.model or NETWORKS.get(dataset, COLOR)
+    rows_path = options.out or rows_file("active", options.inside, network_name, options.seed)
     device = resolve_device(options.device)
-    plan = options.plan()
+    plan = options.make_plan()
     train = load(options.inside, options.root, "train")
+    # --count 0 stands for all images, as does None for `subset`.
     test = load(options.inside, options.root, "test").subset(options.count or None)
     normalization = DATASETS[dataset].normalization
 
-    def build() -> nn.Module:
+    def build_network() -> nn.Module:
         """Build the network with fresh weights, which follow torch's global seed."""
-        return load_model(model, classes=DATASETS[dataset].classes).to(device)
+        return load_model(network_name, classes=DATASETS[dataset].classes).to(device)
 
-    wanted = parse_pickers(options.methods, dataset)
-    pickers, left_out = select_usable_pickers(Network(model, build(), normalization), train, wanted)
+    requested_pickers = parse_pickers(options.methods, dataset)
+    network = Network(network_name, build_network(), normalization)
+    pickers, left_out = select_usable_pickers(network, train, requested_pickers)
+    # What decides the rows: an earlier run can be resumed only if all of it is equal.
     about = {
         "task": "active",
-        "network": model,
+        "network": network_name,
         "plan": repr(plan),
         "train": train.fingerprint(),
         "test": test.fingerprint(),
     }
-    with show_progress() as progress, Journal(file, about) as journal:
+    with show_progress() as progress, Journal(rows_path, about) as journal:
         cycle_rows = task.active(
-            build,
+            build_network,
             train,
             test,
             normalization,
@@ -110,7 +114,7 @@ def active(options: ActiveOptions) -> None:
             progress=progress,
         )
         rows: list[Row] = [*left_out, *cycle_rows]
-    print_rows(rows, active_table, file, options.seed, options.json_lines)
+    print_rows(rows, active_table, rows_path, options.seed, options.json_lines)
 
 
 def parse_pickers(methods: str, dataset: str) -> Pickers:
@@ -127,9 +131,9 @@ def parse_pickers(methods: str, dataset: str) -> Pickers:
     specs = split_list(methods)
     if "random" in specs or methods == "paper":
         pickers[RANDOM] = None
-    scored = ",".join(spec for spec in specs if spec != "random")
-    if scored:
-        pickers.update(parse_methods(scored, dataset))
+    scored_specs = ",".join(spec for spec in specs if spec != "random")
+    if scored_specs:
+        pickers.update(parse_methods(scored_specs, dataset))
     return pickers
 
 
@@ -149,8 +153,9 @@ def select_usable_pickers(
     methods = {name: method for name, method in pickers.items() if method is not None}
     if not methods:
         return pickers, []
-    few = train.take(slice(0, 2 * FORWARD_BATCH))
-    usable, left_out = select_usable(network, few, methods, few)
+    trial_images = train.take(slice(0, 2 * FORWARD_BATCH))
+    # Methods that learn from training images learn from the same images here.
+    usable, left_out = select_usable(network, trial_images, methods, train=trial_images)
     kept: Pickers = {}
     for name, method in pickers.items():
         if method is None or name in usable:

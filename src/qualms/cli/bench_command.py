@@ -12,7 +12,7 @@ from qualms.cli.lazy_group import LazyGroup
 class Tasks(LazyGroup):
     """The tasks of `qualms bench`: for each, the module of its command, and its line in --help."""
 
-    what = "task"
+    noun = "task"
     table = {  # noqa: RUF012 (the base class says that it belongs to the class)
         "ood": ("qualms.cli.bench_images", "Can scores detect images from other datasets?"),
         "calibration": (

@@ -66,7 +66,7 @@ def parse_outside(task: str, inside: str, outside: str) -> list[str]:
     """Split the value of --ood into the names of datasets or texts, without repetitions.
 
     Args:
-        task: The name of the task, for errors.
+        task: The name of the task, such as `ood`, for error messages.
         inside: The dataset that the network knows, which may not be among the names.
         outside: The value of --ood.
     """
@@ -79,6 +79,7 @@ def parse_outside(task: str, inside: str, outside: str) -> list[str]:
         raise QualmsError(
             f"--ood names {inside}, the dataset that the network knows; name other datasets."
         )
+    # Keeps the order, unlike a set.
     return list(dict.fromkeys(names))
 
 
@@ -91,11 +92,13 @@ def rows_file(task: str, inside: str, name: str, seed: int) -> Path:
         name: The network, as --model names it.
         seed: The seed of the run.
     """
-    return Path("runs") / f"{task}-{_file_part(inside)}-{_file_part(name)}-seed{seed}.jsonl"
+    inside_part = _replace_special_characters(inside)
+    name_part = _replace_special_characters(name)
+    return Path("runs") / f"{task}-{inside_part}-{name_part}-seed{seed}.jsonl"
 
 
-def _file_part(text: str) -> str:
-    """Replace all characters that are not letters, digits, hyphens or dots by hyphens."""
+def _replace_special_characters(text: str) -> str:
+    """Replace each character that is not a letter, digit, hyphen or dot by a hyphen."""
     characters = []
     for character in text:
         is_plain = character.isalnum() or character in "-."
@@ -109,14 +112,20 @@ def print_rows(
     """Print the rows of a task: as JSON lines, or as a table with networks and left-out methods.
 
     Args:
-        rows: The rows that the task yields.
+        rows: The rows that the task has yielded.
         table: Formats the rows as a table.
-        file: The file of the rows, which is named below the table.
-        seed: The seed of the run.
+        file: The file that the rows are saved in; its path is printed below the table.
+        seed: The seed of the run, which is printed below the table.
         json_lines: Whether to print JSON lines in place of the table.
     """
     if json_lines:
         typer.echo("\n".join(json.dumps(row) for row in rows))
         return
-    parts = (table(rows), list_networks(rows), list_left_out(rows), f"Rows: {file}. Seed {seed}.")
-    typer.echo("\n\n".join(filter(None, parts)))
+    sections = (
+        table(rows),
+        list_networks(rows),
+        list_left_out(rows),
+        f"Rows: {file}. Seed {seed}.",
+    )
+    # A section without rows is an empty string, which is left out.
+    typer.echo("\n\n".join(filter(None, sections)))

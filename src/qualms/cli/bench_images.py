@@ -16,7 +16,7 @@ from qualms.cli.bench_common import (
     print_rows,
     rows_file,
 )
-from qualms.cli.input_images import echo_images, test_images, training_images
+from qualms.cli.input_images import echo_images, read_test_images, read_training_images
 from qualms.cli.load_network import load_network, published_network
 from qualms.cli.options import Outside, Specs, parse_methods, with_options
 from qualms.cli.price_estimate import echo_price_of_groups
@@ -44,9 +44,14 @@ def ood(options: NetworkTaskOptions, outside: Outside = "", methods: Specs = "pa
 
         qualms bench ood --id cifar10 --ood svhn --methods regrad+layers+smooth,entropy
     """
-    others = parse_outside("ood", options.inside, outside)
-    choose = partial(parse_methods, methods)
-    run_task("ood", options, choose, _measure_ood, ood_table, others)
+    run_task(
+        "ood",
+        options,
+        choose_methods=partial(parse_methods, methods),
+        measure=_measure_ood,
+        table=ood_table,
+        outside=parse_outside("ood", options.inside, outside),
+    )
 
 
 @with_options(NetworkTaskOptions)
@@ -59,8 +64,13 @@ def calibration(options: NetworkTaskOptions, methods: Specs = "paper") -> None:
 
         qualms bench calibration --id cifar10 --methods regrad+layers+smooth,entropy --count 0
     """
-    choose = partial(parse_methods, methods)
-    run_task("calibration", options, choose, _measure_calibration, calibration_table)
+    run_task(
+        "calibration",
+        options,
+        choose_methods=partial(parse_methods, methods),
+        measure=_measure_calibration,
+        table=calibration_table,
+    )
 
 
 @with_options(NetworkTaskOptions)
@@ -72,8 +82,14 @@ def ablation(options: NetworkTaskOptions, outside: Outside = "") -> None:
 
         qualms bench ablation --id svhn --ood cifar10
     """
-    others = parse_outside("ablation", options.inside, outside)
-    run_task("ablation", options, ablation_methods, _measure_ood, ood_table, others)
+    run_task(
+        "ablation",
+        options,
+        choose_methods=ablation_methods,
+        measure=_measure_ood,
+        table=ood_table,
+        outside=parse_outside("ablation", options.inside, outside),
+    )
 
 
 @with_options(NetworkTaskOptions)
@@ -84,13 +100,19 @@ def runtime(options: NetworkTaskOptions, methods: Specs = "paper") -> None:
 
         qualms bench runtime --id cifar10 --model resnet18 --count 64
     """
-    choose = partial(parse_methods, methods)
-    run_task("runtime", options, choose, _measure_runtime, runtime_table, allow_random=True)
+    run_task(
+        "runtime",
+        options,
+        choose_methods=partial(parse_methods, methods),
+        measure=_measure_runtime,
+        table=runtime_table,
+        allow_random=True,
+    )
 
 
 @dataclass(frozen=True)
 class ImageTask:
-    """The arguments of a task, loaded.
+    """What a task is run on: the loaded network, images and methods, and settings.
 
     Args:
         network: The network to evaluate.
@@ -109,8 +131,8 @@ class ImageTask:
     journal: Journal
     settings: dict[str, Any]
 
-    def accuracy(self) -> Iterator[AccuracyRow]:
-        """Yield a row with the network's accuracy on the images; nothing if they have no labels."""
+    def accuracy_rows(self) -> Iterator[AccuracyRow]:
+        """Yield a row with the network's accuracy on `images`; no row if they have no labels."""
         if self.images.labels is not None:
             row = measure_accuracy(self.network, self.images, self.journal)
             yield {**row, "network": self.network.name}
@@ -128,31 +150,34 @@ def run_task(
     """Load the network and the images, leave out unusable methods, measure, and print the rows.
 
     Args:
-        name: The name of the task, which is part of the file's name and of its first line.
+        name: The name of the task, which is part of the name of the file of rows, and of the file's
+            first line.
         options: The options of the command.
-        choose_methods: Returns the methods to evaluate, given the name of the dataset.
+        choose_methods: Takes the name of the dataset that the network knows, and returns the
+            methods to evaluate.
         measure: Runs the task, and yields its rows.
         table: Formats the rows as a table.
-        outside: The names of the other datasets.
+        outside: The names of the datasets that the network does not know.
         allow_random: Whether a network with random weights is accepted.
     """
     model = options.model or published_network(options.inside, options.root)
-    file = options.out or rows_file(name, options.inside, model, options.seed)
+    rows_path = options.out or rows_file(name, options.inside, model, options.seed)
     with show_progress() as progress:
         network = load_network(options.inside, model, options, options.classes, allow_random)
         names = [options.inside, *outside]
-        all_images = test_images(names, options.root, network.transform, strict=False)
-        images, *others = [
-            images_of_dataset.subset(options.count or None) for images_of_dataset in all_images
-        ]
-        wanted = choose_methods(images.name)
+        all_images = read_test_images(names, options.root, network.transform, strict=False)
+        # --count 0 stands for all images, as does None for `subset`.
+        count = options.count or None
+        images, *others = [dataset_images.subset(count) for dataset_images in all_images]
+        requested_methods = choose_methods(images.name)
         echo_images(network, images, *others)
         network.require_input_size(images)
         images = network.relabel(images)
-        train = training_images(
-            wanted, options.inside, options.root, network.transform, all_images[0]
+        # Methods may not learn from any of the test images, whatever --count is.
+        train = read_training_images(
+            requested_methods, options.inside, options.root, network.transform, test=all_images[0]
         )
-        methods, left_out = select_usable(network, images, wanted, train)
+        methods, left_out = select_usable(network, images, requested_methods, train)
         groups = [images, *others]
         echo_price_of_groups(network, groups, methods, options.engine, options.tolerance)
         settings = {
@@ -162,10 +187,17 @@ def run_task(
             "train": train,
             "progress": progress,
         }
-        with Journal(file, {"task": name, **network.about}) as journal:
-            task = ImageTask(network, images, others, methods, journal, settings)
+        with Journal(rows_path, {"task": name, **network.about}) as journal:
+            task = ImageTask(
+                network=network,
+                images=images,
+                others=others,
+                methods=methods,
+                journal=journal,
+                settings=settings,
+            )
             rows: list[Row] = [*left_out, *measure(task)]
-    print_rows(rows, table, file, options.seed, options.json_lines)
+    print_rows(rows, table, rows_path, options.seed, options.json_lines)
 
 
 def ablation_methods(dataset: str) -> Methods:
@@ -178,16 +210,16 @@ def ablation_methods(dataset: str) -> Methods:
 
 
 def _measure_ood(task: ImageTask) -> Iterator[Row]:
-    """Yield the accuracy, then how well each method detects each other dataset."""
-    yield from task.accuracy()
+    """Yield the row of the network's accuracy, then a row for each method and other dataset."""
+    yield from task.accuracy_rows()
     yield from ood_task.ood(
         task.network, task.images, task.others, task.methods, task.journal, **task.settings
     )
 
 
 def _measure_calibration(task: ImageTask) -> Iterator[Row]:
-    """Yield the accuracy, then how well each method ranks predictions."""
-    yield from task.accuracy()
+    """Yield the row of the network's accuracy, then a row with the calibration of each method."""
+    yield from task.accuracy_rows()
     yield from calibration_task.calibration(
         task.network, task.images, task.methods, task.journal, **task.settings
     )

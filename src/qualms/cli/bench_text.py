@@ -1,6 +1,6 @@
 """`qualms bench text`: can token scores detect texts that a language model does not know?
 
-Texts are cut into windows of as many tokens, whose scores are kept in a file of rows.
+Texts are cut into windows with equal numbers of tokens; the scores are saved in a file of rows.
 """
 
 from dataclasses import dataclass
@@ -76,39 +76,47 @@ def text(options: TokenTaskOptions) -> None:
         qualms bench text --model hf:my/model --id known.txt --ood other.txt,more.jsonl
     """
     names = [options.inside, *parse_outside("text", options.inside, options.outside)]
-    wanted = {spec: parse(spec) for spec in split_list(options.methods)}
-    if not wanted:
+    requested_methods = {spec: parse(spec) for spec in split_list(options.methods)}
+    if not requested_methods:
         raise QualmsError("--methods names no method; pass comma-separated specs.")
-    file = options.out or rows_file("text", Path(options.inside).stem, options.model, options.seed)
+    rows_path = options.out or rows_file(
+        "text", Path(options.inside).stem, options.model, options.seed
+    )
     device = resolve_device(options.device)
-    documents = {}
-    for name, title in zip(names, _titles(names), strict=True):
-        documents[title] = read_texts(name, options.root).documents
+    documents_by_title = {}
+    for name, title in zip(names, _choose_titles(names), strict=True):
+        documents_by_title[title] = read_texts(name, options.root).documents
     with show_progress() as progress:
-        language = load_language_model(options.model)
-        language.model.to(device)
-        texts = []
-        for title, documents_of_text in documents.items():
-            windows = cut_windows(title, documents_of_text, language, options.window)
-            texts.append(windows.subset(options.count or None))
-        usable, left_out = usable_for_tokens(language.model, texts[0], wanted)
-        with Journal(file, {"task": "text", **describe_language_model(language)}) as journal:
-            measured = task.text(
-                language.model,
-                texts[0],
-                texts[1:],
-                usable,
+        language_model = load_language_model(options.model)
+        language_model.model.to(device)
+        all_windows = []
+        for title, documents_of_text in documents_by_title.items():
+            text_windows = cut_windows(title, documents_of_text, language_model, options.window)
+            # --count 0 stands for all windows, as does None for `subset`.
+            all_windows.append(text_windows.subset(options.count or None))
+        known_windows, *other_windows = all_windows
+        usable_methods, left_out = usable_for_tokens(
+            language_model.model, known_windows, requested_methods
+        )
+        with Journal(
+            rows_path, {"task": "text", **describe_language_model(language_model)}
+        ) as journal:
+            task_rows = task.text(
+                language_model.model,
+                known_windows,
+                other_windows,
+                usable_methods,
                 journal,
                 seed=options.seed,
                 engine=Sketch(options.tangents),
                 progress=progress,
             )
-            rows: list[Row] = [*left_out, *measured]
-    print_rows(rows, text_table, file, options.seed, options.json_lines)
+            rows: list[Row] = [*left_out, *task_rows]
+    print_rows(rows, text_table, rows_path, options.seed, options.json_lines)
 
 
-def _titles(names: list[str]) -> list[str]:
-    """Return what tables call the texts: the stems of the files, or whole names if two are equal.
+def _choose_titles(names: list[str]) -> list[str]:
+    """Return what tables call the texts: the stems of the files, or the names if stems are equal.
 
     Args:
         names: Files or folders, as the command line names them.

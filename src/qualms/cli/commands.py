@@ -14,7 +14,13 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from qualms.cli.lazy_group import LazyGroup
-from qualms.cli.signals import TERMINATED, at_sigterm, begin, is_terminated, stop
+from qualms.cli.signals import (
+    TERMINATED,
+    at_sigterm,
+    forget_sigterm,
+    is_terminated,
+    terminate_command,
+)
 from qualms.cli.status import GOES_ON, NOTHING, echo, interruption
 from qualms.errors import (
     ProbabilitiesWarning,
@@ -26,7 +32,7 @@ from qualms.errors import (
 )
 from qualms.version import __version__
 
-# What is left of a command that is interrupted, in the sentence that reports it.
+# By command, what its interruption leaves behind: a clause of the sentence that reports it.
 LEFTOVERS = {
     **dict.fromkeys(("bench", "report", "train", "reproduce"), GOES_ON),
     **dict.fromkeys(("score", "threshold", "demo"), NOTHING),
@@ -79,7 +85,7 @@ class Commands(LazyGroup):
             ctx: Typer's context, which names the command.
         """
         try:
-            with at_sigterm(stop):
+            with at_sigterm(terminate_command):
                 return super().invoke(ctx)
         except KeyboardInterrupt:
             raise interruption(LEFTOVERS.get(ctx.invoked_subcommand)) from None
@@ -90,12 +96,12 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> bool:
-    """Print the version and exit, if --version is given: the callback of that option."""
-    if wanted:
+def _print_version(is_requested: bool) -> bool:
+    """Print the version and exit if --version is given: the typer callback of that option."""
+    if is_requested:
         typer.echo(__version__)
         raise typer.Exit
-    return wanted
+    return is_requested
 
 
 @app.callback()
@@ -116,49 +122,50 @@ def qualms(
 
 
 class UnexpectedError(QualmsError):
-    """An error of any other class: a bug of the library or of the user's code; the exit code is 3."""
+    """A bug of the library or of the user's code, for which the exit code is 3."""
 
 
 def run() -> None:
     """Run the command line, and exit.
 
     Errors are printed in one sentence; `--debug` anywhere on the command line adds the traceback.
-    SIGTERM decides the exit code, whatever error it has caused on its way.
+    After SIGTERM, the exit code is `TERMINATED`, whichever exception the signal has led to.
     """
-    debug = "--debug" in sys.argv
-    if debug:
+    show_traceback = "--debug" in sys.argv
+    if show_traceback:
         sys.argv.remove("--debug")
-    begin()
+    forget_sigterm()
     try:
         with short_warnings():
-            _run_app(debug)
-    except (SystemExit, KeyboardInterrupt) as end:
-        if is_terminated() and getattr(end, "code", None) != 0:
+            _run_app(show_traceback)
+    except (SystemExit, KeyboardInterrupt) as exit_exception:
+        # A command that still succeeded after the signal keeps its exit code, 0.
+        if is_terminated() and getattr(exit_exception, "code", None) != 0:
             sys.exit(TERMINATED)
         raise
 
 
-def _run_app(debug: bool) -> None:
+def _run_app(show_traceback: bool) -> None:
     """Run the command, and exit with a sentence if it fails.
 
     Args:
-        debug: Whether to raise the error instead.
+        show_traceback: Whether to raise the error instead, so that Python prints the traceback.
     """
     try:
-        with explain_failure(_explain):
+        with explain_failure(_explain_unexpected):
             app()
     except QualmsError as error:
-        # Code on the way here may have turned the signal into another error.
+        # The exception that the signal raised may have been turned into this error.
         if is_terminated():
             sys.exit(TERMINATED)
-        if debug:
+        if show_traceback:
             raise
         echo(f"qualms: {use_option_names(str(error))}")
         sys.exit(3 if isinstance(error, UnexpectedError) else 1)
 
 
-def _explain(error: Exception) -> QualmsError:
-    """Return one sentence for an error that is not of this library.
+def _explain_unexpected(error: Exception) -> QualmsError:
+    """Convert an error that this library does not raise itself to a one-sentence error.
 
     Args:
         error: The error that was raised while the command ran.
@@ -181,12 +188,12 @@ def use_option_names(text: str) -> str:
         text: The message of an error of the library.
     """
 
-    def replace(match: re.Match[str]) -> str:
-        """Return the option for a keyword; a string keeps its quote."""
+    def keyword_to_option(match: re.Match[str]) -> str:
+        """Return `--classes` for `classes=`, and `--weights 'x` for `weights='x`."""
         keyword, quote = match.groups()
         return f"--{keyword} {quote}" if quote else f"--{keyword}"
 
-    return KEYWORD.sub(replace, text)
+    return KEYWORD.sub(keyword_to_option, text)
 
 
 @contextmanager
@@ -196,9 +203,9 @@ def short_warnings() -> Iterator[None]:
     Warnings of other libraries are shown as usual.
     """
     printed: set[str] = set()
-    show_others = warnings.showwarning
+    default_showwarning = warnings.showwarning
 
-    def show(
+    def print_once(
         message: Warning | str,
         category: type[Warning],
         filename: str,
@@ -217,14 +224,14 @@ def short_warnings() -> Iterator[None]:
             line: The source text of the line.
         """
         if not issubclass(category, OUR_WARNINGS):
-            show_others(message, category, filename, lineno, file, line)
+            default_showwarning(message, category, filename, lineno, file, line)
         elif str(message) not in printed:
             printed.add(str(message))
             echo(f"qualms: {message}")
 
     with warnings.catch_warnings():
-        # "always", since Python would otherwise decide what was shown before; `printed` does here.
+        # "always" turns off Python's own record of shown warnings; `printed` replaces it.
         for category in OUR_WARNINGS:
             warnings.simplefilter("always", category)
-        warnings.showwarning = show
+        warnings.showwarning = print_once
         yield

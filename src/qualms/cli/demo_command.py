@@ -8,7 +8,7 @@ import typer
 
 from qualms.cli.options import Json, OpenPage, Page, Seed
 from qualms.cli.progress_bar import show_progress
-from qualms.demo import evaluate, prepare
+from qualms.demo import prepare_scene, score_and_time
 from qualms.disk import require_writable
 from qualms.report.page import write_page
 from qualms.report.tables import glance_table, list_left_out
@@ -40,8 +40,8 @@ def demo(
     """
     require_writable(out)
     with show_progress() as progress:
-        scene = prepare(seed, progress)
-        content, left_out = evaluate(scene, seed, progress)
+        scene = prepare_scene(seed, progress)
+        content, left_out = score_and_time(scene, seed, progress)
     page = write_page(content, out, resamples=RESAMPLES)
     if json_lines:
         facts = {"page": str(page), **content.about, "methods": content.methods}

@@ -17,10 +17,10 @@ from qualms.data import DATASETS, load
 from qualms.errors import QualmsError, explain_failure, reason
 from qualms.functional import score
 from qualms.models.cnn import mnist_cnn
-from qualms.report.tables import markdown
+from qualms.report.tables import markdown_table
 from qualms.version import __version__
 
-# Module, package, and what it is needed for.
+# For each package: its module, its name for pip, and what it is needed for.
 PACKAGES = (
     ("torch", "torch", "everything"),
     ("numpy", "numpy", "everything"),
@@ -49,14 +49,14 @@ def doctor(root: Root = None, json_lines: Json = False) -> None:
         root: The folder with the datasets.
         json_lines: Whether to print JSON in place of tables.
     """
-    trial = _try_score()
+    score_state = _try_score()
     facts = {
         "qualms": __version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "device": resolve_device("auto"),
         "threads": torch.get_num_threads(),
         "data folder": str(root or "data"),
-        "a score": trial,
+        "a score": score_state,
     }
     packages = []
     for module, package, use in PACKAGES:
@@ -70,7 +70,7 @@ def doctor(root: Root = None, json_lines: Json = False) -> None:
             typer.echo(f"{name}: {value}")
         _print_table(["package", "version", "for"], packages)
         _print_table(["dataset", "test images"], datasets)
-    sys.exit(0 if trial == WORKS else 1)
+    sys.exit(0 if score_state == WORKS else 1)
 
 
 def _print_table(head: list[str], rows: list[dict[str, Any]]) -> None:
@@ -80,8 +80,8 @@ def _print_table(head: list[str], rows: list[dict[str, Any]]) -> None:
         head: The names of the columns.
         rows: The rows, each with one value per column, in the order of `head`.
     """
-    lines = [list(row.values()) for row in rows]
-    typer.echo(f"\n{markdown(head, lines)}")
+    cells = [list(row.values()) for row in rows]
+    typer.echo(f"\n{markdown_table(head, cells)}")
 
 
 def _package_version(module: str, package: str) -> str:
@@ -95,6 +95,7 @@ def _package_version(module: str, package: str) -> str:
         with explain_failure(_explain_import, let_through=(ModuleNotFoundError,)):
             importlib.import_module(module)
         return version(package)
+    # The module can be imported, but was not installed by pip.
     except PackageNotFoundError:
         return "installed"
     except ModuleNotFoundError:
@@ -104,7 +105,7 @@ def _package_version(module: str, package: str) -> str:
 
 
 def _explain_import(error: Exception) -> QualmsError:
-    """Return what the table shows of a package that fails to import."""
+    """Convert the error of an import to the one whose text the table of packages shows."""
     return QualmsError(f"fails to import: {reason(error)}")
 
 
@@ -127,7 +128,7 @@ def _count_images(name: str, root: Path | None) -> str:
         name: The name of the dataset.
         root: The folder with the datasets.
     """
-    # Without a folder to read, do not search ./data: reading a whole dataset takes long.
+    # If no folder is named, ./data is not searched, since reading a whole dataset takes long.
     if root is None and "QUALMS_DATA" not in os.environ and DATASETS[name].package is None:
         return "pass --root"
     try:

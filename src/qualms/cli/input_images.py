@@ -15,19 +15,23 @@ from qualms.methods.method import TRAINING_DATA, Method
 from qualms.stream.network import Network
 from qualms.tasks.paper_tables import MAX_TRAIN_IMAGES
 
-MAX_LISTED = 3  # inputs that could not be read, named on the terminal
+# How many of the inputs that could not be read are named on the terminal.
+MAX_LISTED = 3
 
 
-def test_images(
+def read_test_images(
     names: list[str],
     root: Path | None,
     transform: ImageTransform | None,
-    strict: bool = True,  # noqa: PT028 (not a test)
+    strict: bool = True,
 ) -> list[Images]:
-    """Read test images. If two groups have the same name, each is named by its whole path.
+    """Read the test images of several datasets, files or folders.
+
+    If two of them have the same short name, such as folders in different places, their images are
+    named by the whole path instead.
 
     Args:
-        names: The names of datasets, or the paths of files or folders.
+        names: The names of datasets, or the paths of files or folders, as --id and --ood give them.
         root: The folder with the datasets.
         transform: The transform that is applied to files, which may hold images of several sizes;
             None reads files unchanged. Datasets are transformed by the network, batch by batch.
@@ -36,16 +40,16 @@ def test_images(
     Returns:
         The images of each name, in the order of `names`.
     """
-    groups = [_read(name, root, "test", transform, strict) for name in names]
+    groups = [_read_split(name, root, "test", transform, strict) for name in names]
     short_names = [images.name for images in groups]
-    distinct = []
+    distinct_groups = []
     for name, images in zip(names, groups, strict=True):
         is_shared = short_names.count(images.name) > 1
-        distinct.append(replace(images, name=name) if is_shared else images)
-    return distinct
+        distinct_groups.append(replace(images, name=name) if is_shared else images)
+    return distinct_groups
 
 
-def training_images(
+def read_training_images(
     methods: Mapping[str, Method],
     name: str,
     root: Path | None,
@@ -61,9 +65,9 @@ def training_images(
         methods: The methods by name.
         name: A dataset, file or folder.
         root: The folder with the datasets.
-        transform: The transform that is applied to files, as for `test_images`.
-        test: The test images of the same name. If the training images are the same, None is
-            returned.
+        transform: The transform that is applied to files, as for `read_test_images`.
+        test: The test images of the same dataset, file or folder. If the training images are these,
+            None is returned.
 
     Returns:
         At most `MAX_TRAIN_IMAGES` images.
@@ -71,7 +75,8 @@ def training_images(
     if not any(TRAINING_DATA in method.needs for method in methods.values()):
         return None
     try:
-        train = _read(name, root, "train", transform, strict=True)
+        train = _read_split(name, root, "train", transform, strict=True)
+    # The dataset has no training images that can be read.
     except QualmsError:
         return None
     if train.fingerprint() == test.fingerprint():
@@ -79,7 +84,7 @@ def training_images(
     return train.subset(MAX_TRAIN_IMAGES)
 
 
-def _read(
+def _read_split(
     name: str, root: Path | None, split: str, transform: ImageTransform | None, strict: bool
 ) -> Images:
     """Read one split of a dataset, file or folder.

@@ -40,7 +40,7 @@ class TextInput:
         """Score every token of documents.
 
         Args:
-            documents: The documents, which the model may have continued.
+            documents: The documents; the model may have continued their texts.
             methods: The methods by their specs.
             engine: The engine of the gradient scores; None for the sketch.
             seed: The seed of all random draws.
@@ -70,13 +70,13 @@ def read_text_input(
         strict: Whether a document that cannot be read is an error.
     """
     status_line(f"reading {texts} …")
-    documents = read_texts(texts, root, strict)
-    echo(f"{documents.source}: {count_of(len(documents.documents), 'document')}")
-    echo_rejections(documents.rejected)
+    loaded_texts = read_texts(texts, root, strict)
+    echo(f"{loaded_texts.source}: {count_of(len(loaded_texts.documents), 'document')}")
+    echo_rejections(loaded_texts.rejected)
     status_line(f"loading {model} …")
     language_model = load_language_model(model)
     language_model.model.to(device)
-    return TextInput(documents, language_model)
+    return TextInput(loaded_texts, language_model)
 
 
 def parse_token_methods(text: str) -> dict[str, Method]:
@@ -104,12 +104,12 @@ def require_sketch(engine: str | None) -> None:
 
 
 def forbid_options(names: list[str]) -> None:
-    """Raise an error that names options which have no effect with --tokens, if any are given.
+    """Raise an error if options are given that have no effect with --tokens.
 
     Args:
-        names: The options that are given, without their hyphens.
+        names: The given options without effect, without their leading hyphens; may be empty.
     """
     if names:
         options = " and ".join(f"--{name}" for name in names)
-        them = "it" if len(names) == 1 else "them"
-        raise QualmsError(f"{options} cannot be used with --tokens; leave {them} out.")
+        pronoun = "it" if len(names) == 1 else "them"
+        raise QualmsError(f"{options} cannot be used with --tokens; leave {pronoun} out.")

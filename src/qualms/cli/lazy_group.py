@@ -12,28 +12,28 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from qualms.cli.signals import at_sigterm, leave
+from qualms.cli.signals import at_sigterm, exit_at_once
 from qualms.cli.status import status_line
 from qualms.errors import QualmsError
 
 
 class LazyGroup(TyperGroup):
-    """A group whose commands are listed in a table.
+    """A group of commands, listed in a table, each of which is imported when it runs.
 
     Attributes:
-        what: The noun for a command of the group in errors.
+        noun: What error messages call a command of the group.
         table: For each command its module, which holds the command under the same name (a function
             or a typer app), and its line in the list of commands.
     """
 
-    what: ClassVar[str] = "command"
+    noun: ClassVar[str] = "command"
     table: ClassVar[dict[str, tuple[str, str]]]
 
     def __init__(self, **settings: Any) -> None:
         """Create an entry for each command of the table; no command is imported yet.
 
         Args:
-            settings: Keyword arguments of typer's class.
+            settings: Keyword arguments of `TyperGroup`.
         """
         super().__init__(**settings)
         self.commands = {}
@@ -61,12 +61,12 @@ class LazyGroup(TyperGroup):
         advice = f"choose one of {', '.join(self.commands)}."
         if matches:
             advice = f"did you mean {matches[0]}?"
-        typer.echo(f"qualms: there is no {self.what} {name!r}; {advice}", err=True)
+        typer.echo(f"qualms: there is no {self.noun} {name!r}; {advice}", err=True)
         raise typer.Exit(2)
 
 
 class LazyCommand(TyperCommand):
-    """The entry of a command in the list of commands, which loads the command when it is run.
+    """A command in the list of commands, whose module is imported when the command is run.
 
     Args:
         name: The name of the command.
@@ -101,7 +101,7 @@ class LazyCommand(TyperCommand):
         """
         status_line("starting …")
         try:
-            with at_sigterm(leave):
+            with at_sigterm(exit_at_once):
                 command = getattr(import_module(self.module), str(self.name))
         except ModuleNotFoundError as missing:
             raise QualmsError(
@@ -109,9 +109,11 @@ class LazyCommand(TyperCommand):
                 "run pip install '.[app]' in a clone of qualms."
             ) from missing
         finally:
+            # Clears the line.
             status_line("")
         if isinstance(command, typer.Typer):
             return typer.main.get_command(command)
+        # The command is a function, which typer can only convert as part of an app.
         app = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
         )

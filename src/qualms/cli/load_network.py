@@ -1,7 +1,7 @@
 """The network that a command evaluates: its weights, and how images become its inputs.
 
-Weights, normalization and size each have several sources. An option comes first, then what the
-checkpoint or the publisher records, then what is usual for the dataset.
+Weights, normalization and size each have several sources. An option takes precedence over what the
+checkpoint or the publisher records, and this over what is usual for the dataset.
 """
 
 import sys
@@ -17,6 +17,7 @@ from qualms.models.zoo import ZOO, Entry, installed_weights, require_installed_w
 from qualms.stream.network import Network
 from qualms.training import trained_with
 
+# By dataset, the network with published weights that is used without --model.
 PUBLISHED = {
     "mnist": "mnist-cnn-5x5",
     "cifar10": "cifar10-resnet20",
@@ -61,16 +62,20 @@ def load_network(
     if not name:
         raise QualmsError(f"there is no published network for {data!r}; pass a network as --model.")
     device = resolve_device(options.device)
-    dataset, entry = dataset_name(data, options.root), ZOO.get(name)
+    dataset = dataset_name(data, options.root)
+    entry = ZOO.get(name)
     weights = options.weights
     if entry is not None and weights is None:
         folder = Path(options.root or "data") / "weights"
-        weights = _published_weights(name, entry, folder, allow_random)
+        weights = _find_weights(name, entry, folder, allow_random)
     if ":" in name:
-        # An import path may start in the working directory, which installed commands do not search.
+        # The name may be an import path, such as `my_code:network`. Its module may be in the
+        # working directory, which Python does not search when an installed command runs.
         sys.path.insert(0, "")
+    # A network without a published checkpoint can have as many classes as the dataset.
     if classes is None and entry is not None and entry.file is None and dataset is not None:
-        classes = _dataset_classes(dataset, entry)
+        classes = _count_dataset_classes(dataset, entry)
+    # Without weights here, random ones are wanted; `load_model` would require published ones.
     if entry is not None and weights is None:
         model = entry.build(classes or entry.classes).eval().to(device)
     else:
@@ -78,12 +83,12 @@ def load_network(
     published = preprocessing_of(name, model)
     normalization = _parse_normalization(name, published, options.mean, options.std)
     if normalization is None:
-        normalization = _known_normalization(name, published, weights, dataset)
-    transform = _image_transform(published, options.size, len(normalization.mean))
+        normalization = _find_normalization(name, published, weights, dataset)
+    transform = _make_transform(published, options.size, len(normalization.mean))
     return Network(name, model, normalization, transform, class_names=published.class_names)
 
 
-def _published_weights(name: str, entry: Entry, folder: Path, allow_random: bool) -> Path | None:
+def _find_weights(name: str, entry: Entry, folder: Path, allow_random: bool) -> Path | None:
     """Find the file with the published weights of a network.
 
     Args:
@@ -95,6 +100,7 @@ def _published_weights(name: str, entry: Entry, folder: Path, allow_random: bool
     Returns:
         The file, in the folder or in an installed package.
     """
+    # Without a file name in the entry, this is the folder, and is not used.
     file = folder / (entry.file or "")
     if entry.file is not None and file.is_file():
         return file
@@ -108,22 +114,22 @@ def _published_weights(name: str, entry: Entry, folder: Path, allow_random: bool
     )
 
 
-def _dataset_classes(dataset: str, entry: Entry) -> int | None:
-    """Return a dataset's number of classes, if its images have the network's shape; else None.
+def _count_dataset_classes(dataset: str, entry: Entry) -> int | None:
+    """Return a dataset's number of classes; None if its images do not have the network's shape.
 
     Args:
         dataset: The name of the dataset.
         entry: The entry of the network in the zoo.
     """
-    info = DATASETS[dataset]
-    has_same_shape = (info.channels, info.size) == (entry.channels, entry.size)
-    return info.classes if has_same_shape else None
+    dataset_info = DATASETS[dataset]
+    has_same_shape = (dataset_info.channels, dataset_info.size) == (entry.channels, entry.size)
+    return dataset_info.classes if has_same_shape else None
 
 
 def _parse_normalization(
     name: str, published: Preprocessing, mean: str | None, std: str | None
 ) -> Normalization | None:
-    """Parse --mean and --std, which need a number per channel; None if neither is given.
+    """Parse --mean and --std, each a number per channel; return None if neither is given.
 
     Args:
         name: The name of the network.
@@ -143,7 +149,7 @@ def _parse_normalization(
         raise QualmsError(
             f"--mean {mean} and --std {std} are not comma-separated numbers: {error}"
         ) from None
-    channels = _channels(published)
+    channels = _published_channels(published)
     if channels not in (None, len(means)):
         raise QualmsError(
             f"--mean {mean} has {len(means)} numbers, but {name} takes {channels}; pass one per "
@@ -152,7 +158,7 @@ def _parse_normalization(
     return normalization
 
 
-def _known_normalization(
+def _find_normalization(
     name: str, published: Preprocessing, weights: Path | None, dataset: str | None
 ) -> Normalization:
     """Return the normalization that a network was trained with, from the first source that has it.
@@ -169,31 +175,37 @@ def _known_normalization(
             return recorded
     if published.normalization is not None:
         return published.normalization
-    if dataset is not None and _channels(published) in (None, DATASETS[dataset].channels):
+    if dataset is not None and _published_channels(published) in (None, DATASETS[dataset].channels):
         return DATASETS[dataset].normalization
     raise QualmsError(f"the input normalization of {name} is unknown; pass --mean and --std.")
 
 
-def _channels(published: Preprocessing) -> int | None:
-    """Return the number of channels of a network's inputs; None if its publisher does not state it."""
+def _published_channels(published: Preprocessing) -> int | None:
+    """Return the channels of a network's inputs, or None if its publisher does not state them."""
     return None if published.transform is None else published.transform.channels
 
 
-def _image_transform(
+def _make_transform(
     published: Preprocessing, size: int | None, channels: int
 ) -> ImageTransform | None:
-    """Build the transform that resizes images for a network; None takes images of any size.
+    """Build the transform that resizes images for a network; return None if it takes any size.
 
     Args:
         published: The publisher's preprocessing.
-        size: Height and width in pixels, in place of the publisher's.
+        size: The value of --size, height and width in pixels; None for the publisher's size.
         channels: The number of channels of the network's inputs.
     """
     if size is not None:
         interpolation: Interpolation = "bilinear"
         if published.transform is not None:
             interpolation = published.transform.interpolation
-        return ImageTransform((size, size), None, interpolation, channels, by="as set by --size")
+        return ImageTransform(
+            size=(size, size),
+            resize=None,
+            interpolation=interpolation,
+            channels=channels,
+            by="as set by --size",
+        )
     if published.transform is None:
         return None
     return replace(published.transform, channels=channels)

@@ -10,14 +10,14 @@ import typer
 from torch import nn
 
 from qualms.cli.options import Json, Weights
-from qualms.cli.price_estimate import duration
+from qualms.cli.price_estimate import format_duration
 from qualms.errors import QualmsError, reason
 from qualms.methods.method import MODELS, TRAINING_DATA
 from qualms.methods.registry import DEFAULT, list_methods, parse
 from qualms.models import load_model, preprocessing_of
 from qualms.scorer import Scorer
 
-WIDTH = 80  # of a terminal of the usual size
+WIDTH = 80  # characters in a line of a terminal of the usual size
 
 
 def methods(
@@ -62,27 +62,27 @@ def methods(
 
 
 def _list_methods() -> None:
-    """Print the methods in two columns: name, and facts wrapped to the width of a terminal."""
-    width = max(len(method.name) for method in list_methods()) + 2
-    indent = " " * width
+    """Print the methods in two columns: the name; and needs, cost and paper, wrapped to lines."""
+    name_width = max(len(method.name) for method in list_methods()) + 2
+    indent = " " * name_width
     for method in list_methods():
         facts = f"needs {', '.join(method.needs)}; costs {method.cost}"
-        _print_paragraph(facts, method.name.ljust(width), indent)
+        _print_paragraph(facts, method.name.ljust(name_width), indent)
         _print_paragraph(method.paper, indent, indent)
 
 
-def _print_paragraph(text: str, first: str, indent: str) -> None:
+def _print_paragraph(text: str, first_indent: str, indent: str) -> None:
     """Print text that is wrapped to the width of a terminal.
 
     Args:
         text: The text, of any length.
-        first: The beginning of the first line.
+        first_indent: The beginning of the first line.
         indent: The beginning of all further lines.
     """
-    lines = textwrap.fill(
-        text, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
+    wrapped = textwrap.fill(
+        text, WIDTH, initial_indent=first_indent, subsequent_indent=indent, break_on_hyphens=False
     )
-    typer.echo(lines)
+    typer.echo(wrapped)
 
 
 def _list_prices(model: str, weights: Path | None, json_lines: bool) -> None:
@@ -100,21 +100,21 @@ def _list_prices(model: str, weights: Path | None, json_lines: bool) -> None:
             f"the image size of {model} is unknown, so costs cannot be estimated; "
             "choose another network."
         )
-    x = torch.zeros(1, transform.channels or 3, *transform.size)
+    one_input = torch.zeros(1, transform.channels or 3, *transform.size)
     names = [method.name for method in list_methods()]
     for spec in (DEFAULT, "regrad+layers", *names):
-        row = _estimate_price(spec, network, x)
+        row = _estimate_price(spec, network, one_input)
         if json_lines:
             typer.echo(json.dumps(row))
         elif "why" in row:
             typer.echo(f"{spec:<24} {row['why']}")
         else:
             passes = f"{row['forward_passes']:>8,.1f} passes"
-            typer.echo(f"{spec:<24} {passes}  {duration(row['seconds']):>8} per image")
+            typer.echo(f"{spec:<24} {passes}  {format_duration(row['seconds']):>8} per image")
 
 
 def _estimate_price(spec: str, network: nn.Module, x: torch.Tensor) -> dict[str, Any]:
-    """Return the row of a method: its price per image, or in `why` the reason for having none.
+    """Return the row of a method: its price per image, or the reason why there is none.
 
     Args:
         spec: The spec of the method.
@@ -122,8 +122,8 @@ def _estimate_price(spec: str, network: nn.Module, x: torch.Tensor) -> dict[str,
         x: One input of the network, [1, c, h, w].
 
     Returns:
-        The spec as `method`, with `forward_passes`, `seconds` and `known` of `Price`, or with
-        `why`.
+        A dict with the spec as `method`; and with `forward_passes`, `seconds` and `known`, as in
+        `Price`, or with the reason as `why`.
     """
     method = parse(spec)
     for need in (TRAINING_DATA, MODELS):

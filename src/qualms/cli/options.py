@@ -25,7 +25,7 @@ from qualms.tasks.paper_numbers import paper_methods
 Options = TypeVar("Options")
 CommandParameters = ParamSpec("CommandParameters")
 
-# What users would choose in place of the paper's methods, and ours; `paper` includes them.
+# Methods that are not in the paper, which users might choose instead; `--methods paper` adds them.
 ALTERNATIVES = ("energy", "gen", "heat", "coherence")
 
 COUNT = 500  # test images of each dataset, unless --count is given
@@ -35,7 +35,7 @@ DECIDING_SPECS = "Comma-separated methods; the first one decides what is accepte
 
 
 def _require_tolerance(tolerance: float | None) -> float | None:
-    """Return the value of --tolerance; raise an error if it is out of range."""
+    """Return the value of --tolerance; raise an error if it is out of range. A typer callback."""
     if tolerance is not None and not 0 <= tolerance < 1:
         raise QualmsError(
             f"--tolerance is {tolerance:g}; pass a number of at least 0 (exact) and below 1."
@@ -66,7 +66,7 @@ def engine_option(default: str | bool = True) -> Any:
     """Return the typer option --engine.
 
     Args:
-        default: What --help shows as the default; True for the value itself.
+        default: What --help shows as the default; True shows the option's own default.
     """
     return typer.Option("--engine", help="How gradient scores are computed.", show_default=default)
 
@@ -170,6 +170,7 @@ def resolve_device(name: str) -> str:
         if torch.cuda.is_available():
             return "cuda"
         return "mps" if torch.backends.mps.is_available() else "cpu"
+    # An empty tensor cannot be created on a device that is not available.
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError):
@@ -182,6 +183,7 @@ def split_list(text: str) -> list[str]:
 
     `regrad+smooth(0.02,8),entropy` thus has two parts. Empty parts are dropped.
     """
+    # A comma is inside parentheses if a `)` follows it before any `(`.
     parts = [part.strip() for part in re.split(r",(?![^(]*\))", text)]
     return [part for part in parts if part]
 
@@ -205,10 +207,11 @@ def parse_methods(text: str, dataset: str = "") -> dict[str, Method]:
         methods |= paper_methods(dataset)
         methods |= {name: parse(name) for name in ALTERNATIVES}
         if spec == "all":
-            classes = {type(method) for method in methods.values()}
-            for method in METHODS:
-                if method not in classes:
-                    methods[method.name] = method()
+            # Methods that are included already, perhaps with other settings, are not added again.
+            included_types = {type(method) for method in methods.values()}
+            for method_type in METHODS:
+                if method_type not in included_types:
+                    methods[method_type.name] = method_type()
     if not methods:
         raise QualmsError("--methods names no method; pass comma-separated specs, or `paper`.")
     return methods
@@ -273,21 +276,22 @@ def with_options(
     def decorate(
         command: Callable[Concatenate[Options, CommandParameters], None],
     ) -> Callable[..., None]:
-        """Add the shared options to a command's own.
+        """Return a function whose parameters are a command's own and the fields of the dataclass.
 
-        The command gets the shared options as one object, its first argument. Typer reads the
-        signature and the annotations that are set here.
+        It calls the command with an instance of the dataclass as the first argument. Typer reads
+        the signature and the annotations that are set here.
         """
         shared = inspect.signature(options).parameters
-        specific = list(inspect.signature(command).parameters.values())[1:]
+        # Without the first parameter, which receives the dataclass.
+        own = list(inspect.signature(command).parameters.values())[1:]
         parameters = []
-        for parameter in (*specific, *shared.values()):
+        for parameter in (*own, *shared.values()):
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-        # --help lists what is required first.
+        # Sorting by False and True puts required options before optional ones in --help.
         parameters.sort(key=_is_optional)
 
         @wraps(command)
-        def run(**values: Any) -> None:
+        def run_command(**values: Any) -> None:
             """Run the command, with the shared options collected into one object.
 
             Args:
@@ -296,13 +300,13 @@ def with_options(
             fields = {name: values.pop(name) for name in shared}
             command(options(**fields), **values)  # type: ignore[call-arg]
 
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        return run
+        run_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run_command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run_command
 
     return decorate
 
 
 def _is_optional(parameter: inspect.Parameter) -> bool:
-    """Whether a parameter has a default, so that the option may be left out."""
+    """Whether a parameter of a command has a default, so that its option may be left out."""
     return parameter.default is not inspect.Parameter.empty

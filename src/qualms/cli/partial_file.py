@@ -31,11 +31,13 @@ from qualms.threshold import Threshold
 
 ADVICE = "remove it, or pass --overwrite to start again"
 DTYPES = {
-    str(kind).removeprefix("torch."): kind
-    for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
-IMAGES, REFERENCE = "images", "reference"  # the groups of images in a file
-Numbers = dict[str, str | list[float | str]]  # a tensor as JSON
+# The groups of images in a file: those of the table, and those of --reference.
+IMAGES = "images"
+REFERENCE = "reference"
+JsonTensor = dict[str, str | list[float | str]]  # a tensor [n] as JSON: `dtype` and `values`
 
 
 def partial_path(table: Path) -> Path:
@@ -50,7 +52,8 @@ def partial_path(table: Path) -> Path:
 class PartialFile(AbstractContextManager["PartialFile"]):
     """The scored batches of a table, in memory and, with a path, on disk.
 
-    If the block fails, the file stays and its path is printed. A file without a batch is removed.
+    If the `with` block fails, the file stays and its path is printed. A file without a batch is
+    removed.
 
     Args:
         path: The file; None keeps the batches in memory only.
@@ -61,37 +64,42 @@ class PartialFile(AbstractContextManager["PartialFile"]):
     def __init__(self, path: Path | None, about: dict[str, Any], overwrite: bool = False) -> None:
         """Open or create the file, lock it, and read the batches of an earlier run."""
         self._path = path
+        # Whether batches are saved in the file; False without a path, or once the disk is full.
         self._on_disk = path is not None
+        # If the journal cannot be opened, no empty file is left behind.
         with ExitStack() as on_failure:
             on_failure.callback(self._remove_if_empty)
             self._journal = Journal(path, {"task": "score", **about}, ADVICE, replace=overwrite)
+            # It is open: the callback is not run.
             on_failure.pop_all()
-        # By group and position of the first image.
+        # The rows of the scored batches, by group and position of the batch's first image.
         self._parts: dict[tuple[str, int], PartRow] = {}
         for row in self._journal.where(row="part"):
+            # A row that lacks a key is damaged.
             if not PartRow.__required_keys__ <= row.keys():
+                # Closed here, since a constructor that fails returns no object to close.
                 self._journal.__exit__()
                 raise self._damage_error()
             self._parts[row["of"], row["first"]] = row
 
-    def count(self, group: str | None = None) -> int:
+    def count_scored(self, group: str | None = None) -> int:
         """Return how many images are scored already, of one group or of both.
 
         Args:
             group: `IMAGES` or `REFERENCE`; None for both.
         """
         count = 0
-        for (of, _), part in self._parts.items():
-            if group in (None, of):
-                count += len(part["ids"])
+        for (part_group, _), row in self._parts.items():
+            if group in (None, part_group):
+                count += len(row["ids"])
         return count
 
-    def part(self, group: str, first: int, count: int) -> PartRow | None:
+    def saved_row(self, group: str, first: int, count: int) -> PartRow | None:
         """Return the saved row of a batch, or None if the batch is not scored yet.
 
         Args:
             group: `IMAGES` or `REFERENCE`.
-            first: The position of the first image.
+            first: The position of the batch's first image in the group.
             count: The number of images in the batch.
         """
         row = self._parts.get((group, first))
@@ -117,39 +125,45 @@ class PartialFile(AbstractContextManager["PartialFile"]):
     def finish(self) -> None:
         """Forget all batches, and remove the file: the table is complete."""
         self._parts = {}
+        # Removes the file, since there are no batches.
         self.__exit__()
+        # The `with` block calls `__exit__` again, which must not remove another run's new file.
         self._path = None
 
     def restore(self, row: PartRow, threshold: Threshold | None) -> Scored:
-        """Turn a row back into scores, with the probability of the predicted class alone.
+        """Convert a saved row to scores, or raise an error if the row is damaged.
 
         Args:
-            row: The row of a batch, from `part`.
+            row: The row of a batch, from `saved_row`.
             threshold: The threshold of the scores, if there is one.
+
+        Returns:
+            The scores, with the probability of the predicted class alone.
         """
         try:
-            return _restore(row, threshold)
+            return _scored_from_row(row, threshold)
         except (ValueError, KeyError, TypeError, ArithmeticError):
             raise self._damage_error() from None
 
-    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None = None, *_: object) -> None:
         """Close the file; remove it if it has no batch.
 
         After a `QualmsError`, print where the scored batches are kept. For Ctrl-C,
         `report_interruption` prints that.
         """
-        failed = kind is not None and issubclass(kind, QualmsError)
+        failed = error_type is not None and issubclass(error_type, QualmsError)
         if failed and self._parts and self._path is not None:
             echo(f"{_describe_progress(self._path)}.")
-        is_settled = (
-            bool(self._parts) or self._remove()
-        )  # removed while it is locked, if the system allows that
+        # A file with batches stays. Another is removed before the journal unlocks it, so that no
+        # other run can have opened it.
+        is_settled = bool(self._parts) or self._remove()
         self._journal.__exit__()
+        # Windows refuses to remove an open file, so it is removed after closing.
         if not is_settled:
             self._remove()
 
     def _remove(self) -> bool:
-        """Remove the file; return False if it is open and the system (Windows) refuses."""
+        """Remove the file; return False if the system refuses, as Windows does for an open file."""
         try:
             if self._path is not None:
                 self._path.unlink(missing_ok=True)
@@ -164,12 +178,12 @@ class PartialFile(AbstractContextManager["PartialFile"]):
                 self._path.unlink()
 
     def _damage_error(self) -> QualmsError:
-        """Return the error for a file that was changed by something else."""
+        """Return the error for a file whose rows are not those that this class has written."""
         return QualmsError(f"{self._path} is damaged; remove it, and run the same command again.")
 
 
 class PartialFileSink:
-    """The sink of a table: each batch is kept in a partial file until the table is complete.
+    """Saves each batch of a table in a partial file: the sink of `score_stream`.
 
     Args:
         file: The partial file, which may hold batches of an earlier run.
@@ -181,19 +195,24 @@ class PartialFileSink:
     """
 
     def __init__(self, file: PartialFile, group: str, threshold: Threshold | None) -> None:
-        """Begin without parts."""
-        self.file, self.group, self.threshold = file, group, threshold
+        """Create a sink without parts."""
+        self.file = file
+        self.group = group
+        self.threshold = threshold
         self.parts: list[Scored] = []
-        # The number of the network's classes, once a batch was scored or restored.
-        self.classes = 0
+        # The number of the network's classes; 0 until a batch is scored or restored.
+        self.num_classes = 0
 
     def restore(self, batch: ImageBatch) -> bool:
-        """Add the batch to the parts if an earlier run has scored it; False if it has to be scored.
+        """Add a batch to the parts if an earlier run has scored it; return whether it has.
 
         Args:
-            batch: A batch of the source; only its position and count are used.
+            batch: A batch of images, of which only the position and the count are used.
+
+        Returns:
+            False if the batch has to be scored.
         """
-        row = self.file.part(self.group, batch.first, batch.count)
+        row = self.file.saved_row(self.group, batch.first, batch.count)
         if row is not None:
             self._append(row)
         return row is not None
@@ -202,19 +221,20 @@ class PartialFileSink:
         """Save the scores of a batch.
 
         Args:
-            batch: A batch of the source.
-            scored: The scores of the batch; never None, since all images are in memory.
+            batch: A batch of images.
+            scored: The scores of the batch. None would be a batch without a readable image, which
+                cannot occur here, since all images are in memory.
         """
         assert scored is not None
         row = part_row(self.group, batch.first, scored)
         self.file.add(row)
-        # Scores go through the row, so that a run that resumes has equal parts.
+        # Converted to the row and back, so that a run that resumes has exactly the same scores.
         self._append(row)
 
     def _append(self, row: PartRow) -> None:
-        """Add the scores of a saved batch, restored from its row, to the parts."""
+        """Restore the scores of a batch from its saved row, and append them to `parts`."""
         self.parts.append(self.file.restore(row, self.threshold))
-        self.classes = row["classes"]
+        self.num_classes = row["classes"]
 
 
 @contextmanager
@@ -239,27 +259,27 @@ def _describe_progress(path: Path | None) -> str:
     if path is None or not path.exists():
         return NOTHING
     try:
-        about, *parts = read(path)
-        kept = sum(len(part["ids"]) for part in parts)
-        total = sum(about[group]["count"] for group in (IMAGES, REFERENCE) if about.get(group))
-    # The file may be another program's, if Ctrl-C came before it was opened.
+        about, *rows = read(path)
+        num_kept = sum(len(row["ids"]) for row in rows)
+        num_total = sum(about[group]["count"] for group in (IMAGES, REFERENCE) if about.get(group))
+    # The file may be another program's, if Ctrl-C was pressed before the file was opened.
     except (QualmsError, KeyError, TypeError, ValueError):
         return NOTHING
     with_reference = ", including the reference," if about.get(REFERENCE) else ""
-    return f"{kept} of {total} images{with_reference} are kept in {path}; {GOES_ON}"
+    return f"{num_kept} of {num_total} images{with_reference} are kept in {path}; {GOES_ON}"
 
 
 def describe_images(images: Images) -> dict[str, Any]:
-    """Return what identifies images in the first line of a file.
+    """Return what identifies some images in the first line of a partial file.
 
     Args:
         images: The images, in the order of the table.
 
     Returns:
-        The number of images, and fingerprints of their pixels and of their ids.
+        The number of images as `count`, and digests of their `pixels` and of their `ids`.
     """
-    ids = hashlib.sha256("\0".join(images.ids).encode()).hexdigest()[:16]
-    return {"count": len(images), "pixels": images.fingerprint(), "ids": ids}
+    ids_digest = hashlib.sha256("\0".join(images.ids).encode()).hexdigest()[:16]
+    return {"count": len(images), "pixels": images.fingerprint(), "ids": ids_digest}
 
 
 def part_row(group: str, first: int, scored: Scored) -> PartRow:
@@ -267,7 +287,7 @@ def part_row(group: str, first: int, scored: Scored) -> PartRow:
 
     Args:
         group: `IMAGES` or `REFERENCE`.
-        first: The position of the first image.
+        first: The position of the batch's first image in the group.
         scored: The scores of n images.
 
     Returns:
@@ -280,60 +300,60 @@ def part_row(group: str, first: int, scored: Scored) -> PartRow:
         "ids": list(scored.ids),
         "classes": scored.probs.shape[1],
         "prediction": scored.prediction.tolist(),
-        "confidence": _numbers(scored.confidence),
-        "scores": {name: _numbers(values) for name, values in scored.scores.items()},
-        "errors": {name: _numbers(values) for name, values in scored.errors.items()},
+        "confidence": _to_json_tensor(scored.confidence),
+        "scores": {name: _to_json_tensor(values) for name, values in scored.scores.items()},
+        "errors": {name: _to_json_tensor(values) for name, values in scored.errors.items()},
         "sketched": list(scored.sketched),
         "notes": dict(scored.notes),
     }
 
 
-def _restore(row: PartRow, threshold: Threshold | None) -> Scored:
-    """Convert a row back to scores, with probabilities [n, 1] of the predicted classes alone.
+def _scored_from_row(row: PartRow, threshold: Threshold | None) -> Scored:
+    """Convert a row of n images to scores, with probabilities [n, 1] of the predicted classes.
 
     Args:
         row: The row, from `part_row`.
         threshold: The threshold of the scores, if there is one.
 
     Raises:
-        ValueError: If the row was changed by something else.
+        ValueError: If the row is not consistent, so that something else has changed it.
     """
     count = len(row["ids"])
-    confidence = _tensor(row["confidence"], count)
+    confidence = _from_json_tensor(row["confidence"], count)
     predicted = torch.tensor(row["prediction"])
     if predicted.shape != (count,):
         raise ValueError("not one prediction for each image")
     is_class = (predicted >= 0) & (predicted < row["classes"])
     if not bool(is_class.all()):
         raise ValueError("predictions that are not classes")
+    # Of the classes, only the predicted one is known, on an axis of length 1.
     return Scored(
-        {name: _tensor(values, count) for name, values in row["scores"].items()},
-        {name: _tensor(values, count) for name, values in row["errors"].items()},
-        confidence[:, None],
-        row["ids"],
-        None,
-        threshold,
-        tuple(row["sketched"]),
-        row["notes"],
+        scores={name: _from_json_tensor(values, count) for name, values in row["scores"].items()},
+        errors={name: _from_json_tensor(values, count) for name, values in row["errors"].items()},
+        probs=confidence[:, None],
+        ids=row["ids"],
+        threshold=threshold,
+        sketched=tuple(row["sketched"]),
+        notes=row["notes"],
         classes=predicted[:, None],
     )
 
 
-def _numbers(values: Tensor) -> Numbers:
-    """Convert a tensor [n] to JSON, where numbers that are not finite become strings."""
-    plain = [value if math.isfinite(value) else str(value) for value in values.tolist()]
-    return {"dtype": str(values.dtype).removeprefix("torch."), "values": plain}
+def _to_json_tensor(values: Tensor) -> JsonTensor:
+    """Convert a tensor [n] to values for JSON; NaN and infinities, which JSON lacks, to strings."""
+    json_values = [value if math.isfinite(value) else str(value) for value in values.tolist()]
+    return {"dtype": str(values.dtype).removeprefix("torch."), "values": json_values}
 
 
-def _tensor(numbers: Numbers, count: int) -> Tensor:
-    """Convert the output of `_numbers` back to the same tensor, without loss for any dtype.
+def _from_json_tensor(json_tensor: JsonTensor, count: int) -> Tensor:
+    """Convert the output of `_to_json_tensor` back to the same tensor [n], in its dtype.
 
     Args:
-        numbers: The dtype and the values.
-        count: The number of values that there must be.
+        json_tensor: The dtype and the values.
+        count: The required number of values; a `ValueError` is raised if there are others.
     """
-    dtype = DTYPES[str(numbers["dtype"])]
-    values = torch.tensor([float(value) for value in numbers["values"]], dtype=dtype)
+    dtype = DTYPES[str(json_tensor["dtype"])]
+    values = torch.tensor([float(value) for value in json_tensor["values"]], dtype=dtype)
     if len(values) != count:
         raise ValueError("not one number for each image")
     return values

@@ -24,7 +24,7 @@ from qualms.scorer import Scorer
 from qualms.stream.network import Network
 from qualms.tasks.score_rows import Methods
 
-LONG = 600.0  # seconds above which cheaper ways are listed
+LONG = 600.0  # seconds; for a command that takes longer, cheaper ways are listed
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,28 @@ class CheaperWay:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def echo_price(scorer: Scorer, x: Tensor, images: int | None) -> None:
+def echo_price(scorer: Scorer, one_input: Tensor, num_images: int | None) -> None:
     """Print how long it takes to score some images and, if that is long, what is cheaper.
 
     Args:
         scorer: The scorer of the images.
-        x: One image as the network's input, [1, c, h, w].
-        images: The number of images to score; None if it is not known.
+        one_input: One image as the network's input, [1, c, h, w].
+        num_images: The number of images to score; None if it is not known.
     """
-    price = scorer.price(x)
-    if images is None:
+    price = scorer.price(one_input)
+    if num_images is None:
         echo(f"about {describe_price(price)}")
         return
-    seconds = images * price.seconds
-    echo(f"{count_of(images, 'image')}, about {duration(seconds)} ({_passes(price)} each)")
+    seconds = num_images * price.seconds
+    time = format_duration(seconds)
+    echo(f"{count_of(num_images, 'image')}, about {time} ({_format_passes(price)} each)")
     if seconds <= LONG:
         return
-    for label, other in _cheaper_prices(scorer, x, price):
-        time = duration(images * other.seconds)
-        times_less = _short_number(price.forward_passes / other.forward_passes)
-        echo(f"  cheaper: {label}: about {time} ({_passes(other)} each, {times_less} times less)")
+    for label, cheaper_price in _cheaper_prices(scorer, one_input, price):
+        time = format_duration(num_images * cheaper_price.seconds)
+        passes = _format_passes(cheaper_price)
+        times_less = _format_number(price.forward_passes / cheaper_price.forward_passes)
+        echo(f"  cheaper: {label}: about {time} ({passes} each, {times_less} times less)")
 
 
 def echo_price_of_groups(
@@ -80,12 +82,14 @@ def echo_price_of_groups(
         engine: The engine of the gradient scores.
         tolerance: The tolerance of the engine, as for `Scorer`.
     """
-    scaled = {name: network.scale_noise(method) for name, method in methods.items()}
+    scaled_methods = {name: network.scale_noise(method) for name, method in methods.items()}
     scorer = Scorer(
-        network.model, scaled, models=network.members, engine=engine, tolerance=tolerance
+        network.model, scaled_methods, models=network.members, engine=engine, tolerance=tolerance
     )
     total = sum(len(images) for images in groups)
-    echo_price(scorer, network.inputs(groups[0].take(slice(1))), total)
+    # The price does not depend on which image it is estimated with.
+    one_input = network.inputs(groups[0].take(slice(1)))
+    echo_price(scorer, one_input, total)
 
 
 def describe_price(price: Price) -> str:
@@ -94,10 +98,10 @@ def describe_price(price: Price) -> str:
     Args:
         price: The price of one image.
     """
-    return f"{duration(price.seconds)} per image ({_passes(price)})"
+    return f"{format_duration(price.seconds)} per image ({_format_passes(price)})"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration as `40 ms`, `0.8 s`, `6 s`, `12 min` or `3.5 h`.
 
     Args:
@@ -114,19 +118,20 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def _cheaper_prices(scorer: Scorer, x: Tensor, price: Price) -> Iterator[tuple[str, Price]]:
+def _cheaper_prices(scorer: Scorer, one_input: Tensor, price: Price) -> Iterator[tuple[str, Price]]:
     """Yield the ways to score that cost at most half of a price, each with its own price.
 
     Args:
         scorer: The scorer that is to be made cheaper.
-        x: One input, [1, c, h, w].
+        one_input: One input of the network, [1, c, h, w].
         price: The price of the scorer.
     """
     for way in _cheaper_ways(scorer):
-        # 1.0: the methods' noise is in the units of the inputs already.
-        other = Scorer(scorer.model, way.methods, pixel_std=1.0, **way.settings).price(x)
-        if 2 * other.forward_passes <= price.forward_passes:
-            yield way.label, other
+        # With pixel_std=1.0, noise is in the units of the inputs, as that of these methods is.
+        cheaper_scorer = Scorer(scorer.model, way.methods, pixel_std=1.0, **way.settings)
+        cheaper_price = cheaper_scorer.price(one_input)
+        if 2 * cheaper_price.forward_passes <= price.forward_passes:
+            yield way.label, cheaper_price
 
 
 def _cheaper_ways(scorer: Scorer) -> Iterator[CheaperWay]:
@@ -135,13 +140,14 @@ def _cheaper_ways(scorer: Scorer) -> Iterator[CheaperWay]:
     Args:
         scorer: The scorer that is to be made cheaper.
     """
-    methods, used = scorer.methods, scorer.settings
-    if used.engine_name in ("exact", "reference") and not used.tolerance:
+    methods = scorer.methods
+    settings = scorer.settings
+    if settings.engine_name in ("exact", "reference") and not settings.tolerance:
         yield CheaperWay("without --engine", methods)
-    plain = {name: _without_smoothing(method) for name, method in methods.items()}
-    if plain != methods:
-        settings = {"engine": used.engine, "tolerance": used.tolerance}
-        yield CheaperWay("without +smooth", plain, settings)
+    without_smoothing = {name: _without_smoothing(method) for name, method in methods.items()}
+    if without_smoothing != methods:
+        same_engine = {"engine": settings.engine, "tolerance": settings.tolerance}
+        yield CheaperWay("without +smooth", without_smoothing, same_engine)
     label = "--methods regrad+layers --tolerance 0.1"
     yield CheaperWay(label, "regrad+layers", {"tolerance": 0.1})
     yield CheaperWay("--methods entropy", "entropy")
@@ -158,13 +164,13 @@ def _without_smoothing(method: Method) -> Method:
     return replace(method, smooth=None)
 
 
-def _passes(price: Price) -> str:
+def _format_passes(price: Price) -> str:
     """Format the forward passes of a price, such as `1 forward pass` or `28 forward passes`."""
     noun = "forward pass" if price.forward_passes == 1 else "forward passes"
-    return f"{_short_number(price.forward_passes)} {noun}"
+    return f"{_format_number(price.forward_passes)} {noun}"
 
 
-def _short_number(value: float) -> str:
+def _format_number(value: float) -> str:
     """Format a number as `1.5`, `3` or `1,200`."""
     if value < 10:
         return f"{value:.1f}".rstrip("0").rstrip(".")

@@ -20,18 +20,19 @@ LOG_INTERVAL = 30  # seconds between lines where there is no terminal
 def show_progress(
     what: str = "starting", done: int = 0, total: int | None = None
 ) -> Iterator[ProgressFn]:
-    """Display the progress of a block of work, and yield the function that reports it.
+    """Display the progress of the work in a `with` block, and yield the function that reports it.
 
     On a terminal, each kind of work gets a bar such as `3/13 images, 1.2 s each, 0:12 left`.
     Elsewhere a line is printed every half minute, so that short runs leave log files empty.
 
     Args:
-        what: The first kind of work. Without `total`, it is shown until something is reported.
+        what: The first kind of work, such as `images of mine/ scored`. Without `total`, it is shown
+            until something is reported.
         done: How much of this work an earlier run has done.
         total: How much of this work there is, if that is known.
 
     Yields:
-        A `ProgressFn`.
+        A `ProgressFn`: called with a kind of work, how much of it is done, and how much there is.
     """
     speed = _Speed()
     if total is not None:
@@ -39,10 +40,11 @@ def show_progress(
     if not sys.stderr.isatty():
         yield _log_progress(speed)
         return
+    # Clears the line, which the bars replace.
     status_line("")
     columns = (BarColumn(bar_width=20), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as display:
-        waiting = display.add_task(f"{what} …", total=None, visible=total is None)
+        waiting_bar = display.add_task(f"{what} …", total=None, visible=total is None)
         bars: dict[str, TaskID] = {}
 
         def progress(what: str, done: int, total: int) -> None:
@@ -55,7 +57,7 @@ def show_progress(
             """
             text = f"{done}/{total} {what}{speed.describe(what, done, total)}"
             if what not in bars:
-                display.update(waiting, visible=False)
+                display.update(waiting_bar, visible=False)
                 bars[what] = display.add_task(text, total=total)
             display.update(bars[what], description=text, completed=done, total=total)
 
@@ -70,7 +72,8 @@ def _log_progress(speed: "_Speed") -> ProgressFn:
     Args:
         speed: Measures the speed of each kind of work.
     """
-    printed = speed.latest
+    # Counted from the start, so that nothing is printed in the first `LOG_INTERVAL` seconds.
+    printed_at = speed.latest
 
     def progress(what: str, done: int, total: int) -> None:
         """Print how much of a kind of work is done, unless the last line is recent.
@@ -80,10 +83,10 @@ def _log_progress(speed: "_Speed") -> ProgressFn:
             done: How much of this work is done.
             total: How much of this work there is.
         """
-        nonlocal printed
+        nonlocal printed_at
         text = f"{what}: {done} of {total}{speed.describe(what, done, total)}"
-        if speed.latest - printed >= LOG_INTERVAL:
-            printed = speed.latest
+        if speed.latest - printed_at >= LOG_INTERVAL:
+            printed_at = speed.latest
             typer.echo(text, err=True)
 
     return progress
@@ -96,11 +99,12 @@ class _Speed:
     Rich's own speed column would count what an earlier run has done as done in no time.
 
     Attributes:
-        latest: When the last report came, in seconds of the monotonic clock.
-        starts: By kind of work, the time when it started, and how much was done by then.
+        latest: The time of the last report, or of the creation of this object, by the monotonic
+            clock.
+        starts: For each kind of work, the time when it started, and how much was done by then.
     """
 
-    # A lambda, because tests replace the clock.
+    # A lambda looks up `time.monotonic` at each call, since tests replace it.
     latest: float = field(default_factory=lambda: time.monotonic())  # noqa: PLW0108
     starts: dict[str, tuple[float, int]] = field(default_factory=dict)
 
@@ -122,6 +126,7 @@ class _Speed:
             total: How much of this work there is.
         """
         now = time.monotonic()
-        started, before = self.starts.setdefault(what, (self.latest, 0))
+        # A kind of work that was not started began at the last report of the kind before it.
+        started, done_before = self.starts.setdefault(what, (self.latest, 0))
         self.latest = now
-        return pace(done - before, total - before, now - started)
+        return pace(done - done_before, total - done_before, now - started)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from qualms.cli.bench_common import rows_file
-from qualms.cli.input_images import echo_images, test_images, training_images
+from qualms.cli.input_images import echo_images, read_test_images, read_training_images
 from qualms.cli.input_texts import forbid_options
 from qualms.cli.load_network import published_network
 from qualms.cli.options import (
@@ -73,7 +73,7 @@ FOR_IMAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSubject:
-    """What a report is about."""
+    """The options that name what a report is about: texts or images, network and methods."""
 
     texts: Annotated[
         str | None,
@@ -146,12 +146,15 @@ def report(options: ReportOptions) -> None:
 
 
 def _report_texts(options: ReportOptions) -> None:
-    """Write a page about the tokens of texts, and print where it is.
+    """Write a page about the tokens of texts, and print where it is: `qualms report --tokens`.
 
-    Options for images are an error.
+    Raise an error if options are given that apply to images only.
     """
-    idle = [name for name, default in FOR_IMAGES.items() if getattr(options, name) != default]
-    forbid_options(idle)
+    image_options = []
+    for name, default in FOR_IMAGES.items():
+        if getattr(options, name) != default:
+            image_options.append(name)
+    forbid_options(image_options)
     require_writable(options.out)
     texts, about = report_texts(
         options.texts,
@@ -164,7 +167,7 @@ def _report_texts(options: ReportOptions) -> None:
         device=options.device,
         strict=options.strict,
     )
-    _announce(options.out, [], about, options)
+    _announce_page(options.out, [], about, options)
     exit_if_incomplete(len(texts.rejected))
 
 
@@ -180,23 +183,26 @@ def _report_images(options: ReportOptions) -> None:
             "texts."
         )
     require_writable(options.out)
-    cycles = []
+    cycle_rows = []
     if options.cycles is not None:
-        cycles = [row for row in read(options.cycles) if row.get("row") == "cycle"]
-    name = options.model or published_network(options.id, options.root)
-    network = load_classifier(options.id, name, options, options.classes)
-    whole, groups = _read_groups(network, options.id, options)
-    known = groups[0]
-    asked = parse_methods("paper" if options.methods is None else options.methods, known.name)
-    train = training_images(asked, options.id, options.root, network.transform, whole)
-    methods, left_out = select_usable(network, known, asked, train)
+        cycle_rows = [row for row in read(options.cycles) if row.get("row") == "cycle"]
+    network_name = options.model or published_network(options.id, options.root)
+    network = load_classifier(options.id, network_name, options, options.classes)
+    all_known_images, groups = _read_groups(network, options.id, options)
+    known_images = groups[0]
+    specs = "paper" if options.methods is None else options.methods
+    requested_methods = parse_methods(specs, known_images.name)
+    train = read_training_images(
+        requested_methods, options.id, options.root, network.transform, test=all_known_images
+    )
+    methods, left_out = select_usable(network, known_images, requested_methods, train)
     engine, tolerance = choose_engine(
-        network, known, methods, options.engine or "auto", options.tolerance
+        network, known_images, methods, options.engine or "auto", options.tolerance
     )
     echo_price_of_groups(network, groups, methods, engine, tolerance)
     settings = {"seed": options.seed, "engine": engine, "tolerance": tolerance, "train": train}
-    file = options.rows or rows_file("ood", options.id, name, options.seed)
-    scored = _score_groups(network, groups, methods, file, settings)
+    rows_path = options.rows or rows_file("ood", options.id, network_name, options.seed)
+    scored_groups = _score_groups(network, groups, methods, rows_path, settings)
     about = {
         "Network": network.name,
         "Seed": str(options.seed),
@@ -204,20 +210,22 @@ def _report_images(options: ReportOptions) -> None:
     }
     content = Content(
         f"What {network.name} does not know",
-        scored[0],
-        scored[1:],
+        known=scored_groups[0],
+        unknown=scored_groups[1:],
         about=about,
         costs={label: method.cost for label, method in methods.items()},
-        layers=layers_of(network, scored, methods),
-        cycles=cycles,
-        kinds=asked,
+        layers=layers_of(network, scored_groups, methods),
+        cycles=cycle_rows,
+        kinds=requested_methods,
         left_out=left_out,
-        classes=network.class_names or known.classes,
+        classes=network.class_names or known_images.classes,
     )
     page = write_page(content, options.out)
     facts = {**about, "methods": content.methods, "left out": left_out}
-    _announce(page, left_out, facts, options)
-    exit_if_incomplete(sum(len(images.rejected) for images in (whole, *groups[1:])))
+    _announce_page(page, left_out, facts, options)
+    # `groups[0]` is a part of `all_known_images`.
+    num_rejected = sum(len(images.rejected) for images in (all_known_images, *groups[1:]))
+    exit_if_incomplete(num_rejected)
 
 
 def _read_groups(
@@ -235,73 +243,79 @@ def _read_groups(
         to score, of which the first is from --id.
     """
     names = [known, *dict.fromkeys(split_list(options.ood))]
-    all_images = test_images(names, options.root, network.transform, options.strict)
-    first, *others = [images.subset(options.count or None) for images in all_images]
-    echo_images(network, first, *others)
-    network.require_input_size(first)
-    first = network.relabel(first)
-    others = [resize_like(network, first, images) for images in others]
-    if first.labels is not None:
-        # An error if its classes are not those of the labels.
-        network.accuracy(first)
-    return all_images[0], [first, *others]
+    all_images = read_test_images(names, options.root, network.transform, options.strict)
+    # --count 0 stands for all images, as does None for `subset`.
+    count = options.count or None
+    known_images, *others = [images.subset(count) for images in all_images]
+    echo_images(network, known_images, *others)
+    network.require_input_size(known_images)
+    known_images = network.relabel(known_images)
+    others = [resize_like(network, known_images, images) for images in others]
+    if known_images.labels is not None:
+        # Called for its error if the network's classes are not those of the labels.
+        network.accuracy(known_images)
+    return all_images[0], [known_images, *others]
 
 
 def _score_groups(
     network: Network,
     groups: list[Images],
     methods: Methods,
-    file: Path,
+    rows_path: Path,
     settings: dict[str, Any],
 ) -> list[Group]:
-    """Score all images; scores that an earlier run has kept are not computed again.
+    """Score all images; scores that an earlier run has saved in the file are not computed again.
 
     Args:
         network: The network whose uncertainty is scored.
         groups: The images that the network knows, then other groups.
         methods: The methods by name, with noise for pixels in [0, 1].
-        file: The file that the scores are saved in.
+        rows_path: The file that the scores are saved in.
         settings: Keyword arguments of `score_images`.
 
     Returns:
         The groups with their scores and predictions. Only the first keeps its labels: those of
         other images need not be classes of the network.
     """
-    scored = []
-    with Journal(file, {"task": "ood", **network.about}) as journal, show_progress() as progress:
+    scored_groups = []
+    with (
+        Journal(rows_path, {"task": "ood", **network.about}) as journal,
+        show_progress() as progress,
+    ):
         for images in groups:
             scored_images = score_images(
                 network, images, methods, journal, progress=progress, **settings
             )
             labels = scored_images.labels if images is groups[0] else None
-            scored.append(
+            scored_groups.append(
                 Group(
-                    images.name,
-                    images,
-                    scored_images.scores,
-                    scored_images.predicted,
-                    labels,
-                    scored_images.confidence,
+                    name=images.name,
+                    images=images,
+                    scores=scored_images.scores,
+                    predicted=scored_images.predicted,
+                    labels=labels,
+                    confidence=scored_images.confidence,
                 )
             )
-    return scored
+    return scored_groups
 
 
-def _announce(
+def _announce_page(
     page: Path, left_out: list[LeftOutRow], about: Mapping[str, object], options: ReportOptions
 ) -> None:
     """Print where the page is, and open it with --open.
 
     Args:
-        page: The file.
-        left_out: The methods that could not be used, with reasons.
-        about: Facts for --json.
+        page: The file of the page.
+        left_out: Rows of the methods that could not be used, with reasons.
+        about: Facts that --json prints, by name.
         options: The options of the command.
     """
     if options.json_lines:
         typer.echo(json.dumps({"page": str(page), **about}))
     else:
-        parts = (list_left_out(left_out), f"The page: {page.resolve()}")
-        typer.echo("\n\n".join(filter(None, parts)))
+        sections = (list_left_out(left_out), f"The page: {page.resolve()}")
+        # Without left-out methods, the first section is an empty string, which is left out.
+        typer.echo("\n\n".join(filter(None, sections)))
     if options.open_page:
         webbrowser.open(page.resolve().as_uri())

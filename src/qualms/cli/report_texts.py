@@ -54,6 +54,7 @@ def report_texts(
     try:
         text_input = read_text_input(texts, model, device, root, strict)
         scored = text_input.score(text_input.texts.documents, wanted, engine, seed)
+    # The page is written at the end, so that nothing is kept.
     except KeyboardInterrupt:
         raise interruption(NOTHING) from None
     about = {"Model": model, "Texts": text_input.texts.source, "Seed": str(seed)}

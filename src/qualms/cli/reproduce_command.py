@@ -52,21 +52,23 @@ def reproduce(
         raise QualmsError(f"there is no table {table!r}; choose one of {', '.join(TABLES)}.")
     if preset not in PRESETS:
         raise QualmsError(f"there is no preset {preset!r}; choose one of {', '.join(PRESETS)}.")
-    chosen = PRESETS[preset]
+    preset_settings = PRESETS[preset]
     with show_progress() as progress:
         workspace = Workspace(Path(root or "data"), out / preset, resolve_device(device), progress)
-        rows = list(TABLES[table](chosen, workspace))
+        rows = list(TABLES[table](preset_settings, workspace))
     reasons = [row["why"] for row in rows if row["row"] == "left out"]
+    # Every row is about something that was left out.
     if len(reasons) == len(rows):
         raise QualmsError(f"no part of {table} can be computed: {reasons[0]}")
     if json_lines:
         for row in rows:
             typer.echo(json.dumps(row))
         return
-    parts = (
+    sections = (
         paper_table(table, rows),
         list_networks(rows),
         list_left_out(rows),
-        f"Preset {preset}. Differences from the paper: {chosen.cuts}.",
+        f"Preset {preset}. Differences from the paper: {preset_settings.cuts}.",
     )
-    typer.echo("\n\n".join(filter(None, parts)))
+    # A section without rows is an empty string, which is left out.
+    typer.echo("\n\n".join(filter(None, sections)))

@@ -125,16 +125,16 @@ def score(
         threshold: A file with a threshold.
         json_lines: Whether to print JSON lines.
     """
-    options.require_tokens(reference=reference, coverage=coverage, threshold=threshold)
-    place = out or (None if json_lines else FILE)
+    options.check_token_options(reference=reference, coverage=coverage, threshold=threshold)
+    destination = out or (None if json_lines else FILE)
     if options.tokens:
-        score_tokens(images, model, methods, place, overwrite, json_lines, options)
+        score_tokens(images, model, methods, destination, overwrite, json_lines, options)
         return
-    decision = _parse_decision(reference, coverage, threshold)
+    acceptance = _parse_acceptance(reference, coverage, threshold)
     dataset = dataset_name(images, options.root) or ""
-    wanted = parse_methods(DEFAULT if methods is None else methods, dataset)
+    requested_methods = parse_methods(DEFAULT if methods is None else methods, dataset)
     folder = Path(out) if out is not None and is_folder(out) else None
-    options.require_shards(folder is not None)
+    options.check_shard_options(has_folder=folder is not None)
     if folder is not None:
         if overwrite or json_lines:
             raise QualmsError(
@@ -143,68 +143,78 @@ def score(
             )
         require_shard_folder(folder)
         with report_interruption(None):
-            run = _prepare_run(images, model, wanted, options, decision)
-            known = None if reference is None else run.read(reference)
-            scorer = run.make_scorer(decision.resolve(run, known))
-            score_to_folder(run, scorer, images, folder, options, decision.by)
+            run = _prepare_run(images, model, requested_methods, options, acceptance)
+            reference_images = None if reference is None else run.read(reference)
+            scorer = run.make_scorer(acceptance.make_threshold(run, reference_images))
+            score_to_folder(run, scorer, images, folder, options, acceptance.source)
         return
-    table = None if place is None else open_table(place, overwrite, json_lines)
-    file = None if table is None else table.path
-    with report_interruption(None if file is None else partial_path(file)):
-        run = _prepare_run(images, model, wanted, options, decision)
-        found_images = run.read(images)
-        scorer, scored = _score_table(run, found_images, decision, table, overwrite)
+    table = None if destination is None else open_table(destination, overwrite, json_lines)
+    table_path = None if table is None else table.path
+    with report_interruption(None if table_path is None else partial_path(table_path)):
+        run = _prepare_run(images, model, requested_methods, options, acceptance)
+        images_to_score = run.read(images)
+        scorer, scored = _score_table(run, images_to_score, acceptance, table, overwrite)
     for note in scored.notes.values():
         echo(note)
-    accepted = None if scored.threshold is None else int(scored.accepted.sum())
-    listed = None if file is None else rejected_file(file)
-    rejected = len(found_images.rejected)
-    name = None if file is None else str(file)
-    result = describe_result(scorer, len(scored), accepted, decision.by, name, rejected, listed)
-    print_result(scored, place, json_lines, result)
-    exit_if_incomplete(rejected)
+    num_accepted = None if scored.threshold is None else int(scored.accepted.sum())
+    rejected_list = None if table_path is None else rejected_file(table_path)
+    num_rejected = len(images_to_score.rejected)
+    table_name = None if table_path is None else str(table_path)
+    summary = describe_result(
+        scorer,
+        num_scored=len(scored),
+        num_accepted=num_accepted,
+        threshold_source=acceptance.source,
+        out=table_name,
+        num_rejected=num_rejected,
+        rejected_list=rejected_list,
+    )
+    print_result(scored, destination, json_lines, summary)
+    exit_if_incomplete(num_rejected)
 
 
 @dataclass(frozen=True)
-class _Decision:
-    """What decides which predictions are accepted: a reference, a threshold from a file, or neither.
+class _AcceptanceRule:
+    """What decides which predictions are accepted: a reference, a threshold file, or neither.
 
     Args:
         reference: Images that the network knows, to set a threshold on.
         coverage: The share of the reference images that is accepted.
         threshold: A threshold from a file, in place of a reference.
-        by: The name of the reference or of the threshold's file, for the last line.
+        source: The name of the reference or of the threshold's file, for the last line that is
+            printed.
     """
 
     reference: str | None
     coverage: float
     threshold: Threshold | None
-    by: str
+    source: str
 
-    def resolve(
-        self, run: ScoringRun, known: Images | None, partial: PartialFile | None = None
+    def make_threshold(
+        self, run: ScoringRun, reference_images: Images | None, partial: PartialFile | None = None
     ) -> Threshold | None:
         """Return the threshold; if there is a reference, its images are scored to set one.
 
         Args:
             run: The run that scores the images of the reference.
-            known: The images of the reference; None if there is none.
+            reference_images: The images of the reference; None if there is none.
             partial: The partial file that saves the scores of the reference.
 
         Returns:
             The threshold; None if there is neither a reference nor a threshold from a file.
         """
-        if known is None:
+        if reference_images is None:
             return self.threshold
-        scorer, scored = run.score_reference(known, partial)
-        (scores,) = scored.scores.values()  # of the first method alone
+        scorer, scored = run.score_reference(reference_images, partial)
+        # `score_reference` scores by the first method alone.
+        (scores,) = scored.scores.values()
         return Threshold.from_scores(scores, self.coverage, provenance=scorer.provenance)
 
 
-def _parse_decision(
+def _parse_acceptance(
     reference: str | None, coverage: float | None, threshold: Path | None
-) -> _Decision:
-    """Combine --reference, --coverage and --threshold.
+) -> _AcceptanceRule:
+    """Combine --reference, --coverage and --threshold to the rule that accepts predictions.
 
     Args:
         reference: The value of --reference.
@@ -225,8 +235,15 @@ def _parse_decision(
     if not 0 < coverage <= 1:
         raise QualmsError(f"--coverage is {coverage:g}; pass a share above 0 and at most 1.")
     if threshold is not None:
-        return _Decision(None, coverage, Threshold.load(threshold), str(threshold))
-    return _Decision(reference, coverage, None, str(reference))
+        return _AcceptanceRule(
+            reference=None,
+            coverage=coverage,
+            threshold=Threshold.load(threshold),
+            source=str(threshold),
+        )
+    return _AcceptanceRule(
+        reference=reference, coverage=coverage, threshold=None, source=str(reference)
+    )
 
 
 def _prepare_run(
@@ -234,7 +251,7 @@ def _prepare_run(
     model: str,
     methods: dict[str, Method],
     options: ImageOrTokenOptions,
-    decision: _Decision,
+    acceptance: _AcceptanceRule,
 ) -> ScoringRun:
     """Load the network, and check that a threshold from a file was calibrated on its scores.
 
@@ -243,33 +260,37 @@ def _prepare_run(
         model: The network, as --model names it.
         methods: The methods by their specs, with noise for pixels in [0, 1].
         options: The options of the command.
-        decision: The reference or threshold by which predictions are accepted.
+        acceptance: The reference or threshold by which predictions are accepted.
     """
     run = prepare_run(images, model, methods, options)
-    if decision.threshold is not None:
-        # Built for its check alone: an error should come before any image is read.
-        run.make_scorer(decision.threshold)
+    if acceptance.threshold is not None:
+        # Called for its check of the threshold, so that an error is raised before images are read.
+        run.make_scorer(acceptance.threshold)
     return run
 
 
 def _score_table(
-    run: ScoringRun, images: Images, decision: _Decision, table: Table | None, overwrite: bool
+    run: ScoringRun,
+    images: Images,
+    acceptance: _AcceptanceRule,
+    table: Table | None,
+    overwrite: bool,
 ) -> tuple[Scorer, Scored]:
-    """Score images into one table; scores that an earlier run has kept are not computed again.
+    """Score images into one table; scores that an earlier run has saved are not computed again.
 
     Args:
         run: The network and the methods.
         images: The images to score.
-        decision: The reference or threshold by which predictions are accepted.
+        acceptance: The reference or threshold by which predictions are accepted.
         table: The table that the rows go to; None if they are only printed.
         overwrite: Whether scores that another run has saved are replaced.
 
     Returns:
         The scorer and all scores.
     """
-    known = None if decision.reference is None else run.read(decision.reference)
-    with _open_partial(run, images, known, decision, table, overwrite) as partial:
-        scorer = run.make_scorer(decision.resolve(run, known, partial))
+    reference_images = None if acceptance.reference is None else run.read(acceptance.reference)
+    with _open_partial(run, images, reference_images, acceptance, table, overwrite) as partial:
+        scorer = run.make_scorer(acceptance.make_threshold(run, reference_images, partial))
         scored = run.score(scorer, images, partial)
         if table is not None:
             table.write(scored, images.rejected)
@@ -280,8 +301,8 @@ def _score_table(
 def _open_partial(
     run: ScoringRun,
     images: Images,
-    known: Images | None,
-    decision: _Decision,
+    reference_images: Images | None,
+    acceptance: _AcceptanceRule,
     table: Table | None,
     overwrite: bool,
 ) -> PartialFile:
@@ -290,21 +311,24 @@ def _open_partial(
     Args:
         run: The network and the methods.
         images: The images of the table.
-        known: The images of the reference, if there is one.
-        decision: The reference or threshold by which predictions are accepted.
+        reference_images: The images of the reference, if there is one.
+        acceptance: The reference or threshold by which predictions are accepted.
         table: The table; if it has no file, nothing is saved.
         overwrite: Whether scores that another run has saved are replaced.
     """
     if table is None or table.path is None:
+        # Keeps the scores in memory only.
         return PartialFile(None, {})
-    about = run.describe(run.make_scorer(decision.threshold))
+    about = run.describe(run.make_scorer(acceptance.threshold))
     about |= {IMAGES: describe_images(images), REFERENCE: None}
-    total = len(images)
-    if known is not None:
-        about[REFERENCE] = describe_images(known) | {"coverage": decision.coverage}
-        total += len(known)
+    num_images = len(images)
+    if reference_images is not None:
+        about[REFERENCE] = describe_images(reference_images) | {"coverage": acceptance.coverage}
+        num_images += len(reference_images)
     path = partial_path(table.path)
     partial = PartialFile(path, about, overwrite)
-    if partial.count():
-        echo(f"resuming: {partial.count()} of {total} images are already scored, in {path}")
+    if partial.count_scored():
+        echo(
+            f"resuming: {partial.count_scored()} of {num_images} images are already scored, in {path}"
+        )
     return partial

@@ -14,7 +14,7 @@ import typer
 
 from qualms.cli.price_estimate import echo_price
 from qualms.cli.progress_bar import show_progress
-from qualms.cli.scoring_run import ScoreOptions, ScoringRun, same_training_images
+from qualms.cli.scoring_run import ScoreOptions, ScoringRun, same_training_images_error
 from qualms.cli.status import (
     GOES_ON,
     count_of,
@@ -37,7 +37,8 @@ from qualms.stream.source import Source, open_source
 def is_folder(out: str) -> bool:
     """Whether --out names a folder: it ends with a slash, or the folder exists.
 
-    An existing folder that is called like a table, such as `scores.csv`, is taken for a mistake.
+    An existing folder with the name of a table, such as `scores.csv`, does not count: the user
+    probably wants a table, and gets an error.
 
     Args:
         out: The value of --out.
@@ -49,7 +50,7 @@ def is_folder(out: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions(ScoreOptions):
-    """The options of `qualms score` about shards, beside those of every scoring."""
+    """The options of `ScoreOptions`, and those of `qualms score` about shards."""
 
     shard_size: Annotated[
         int | None,
@@ -70,19 +71,19 @@ class ShardOptions(ScoreOptions):
         typer.Option(help="Address of a Ray cluster.", show_default="a new one on this machine"),
     ] = None
 
-    def require_shards(self, has_folder: bool) -> None:
+    def check_shard_options(self, has_folder: bool) -> None:
         """Raise an error if options about shards are given that have no effect.
 
         Args:
-            has_folder: Whether --out names a folder.
+            has_folder: Whether --out names a folder, to which shards are written.
         """
-        for_ray = self.workers or self.ray_address
-        if not has_folder and (self.shard_size or self.runner != "local" or for_ray):
+        has_ray_options = bool(self.workers or self.ray_address)
+        if not has_folder and (self.shard_size or self.runner != "local" or has_ray_options):
             raise QualmsError(
                 "--shard-size, --runner, --workers and --ray-address apply only to shards; end "
                 "--out with a / to write shards to a folder."
             )
-        if self.runner != "ray" and for_ray:
+        if self.runner != "ray" and has_ray_options:
             raise QualmsError(
                 "--workers and --ray-address apply only to --runner ray; pass it too, or leave "
                 "them out."
@@ -90,7 +91,12 @@ class ShardOptions(ScoreOptions):
 
 
 def score_to_folder(
-    run: ScoringRun, scorer: Scorer, images: str, folder: Path, options: ShardOptions, by: str
+    run: ScoringRun,
+    scorer: Scorer,
+    images: str,
+    folder: Path,
+    options: ShardOptions,
+    threshold_source: str,
 ) -> None:
     """Score all images into shards; shards of an earlier run are not computed again.
 
@@ -100,76 +106,99 @@ def score_to_folder(
         images: The images, as the command line names them.
         folder: Where the shards go.
         options: The options of the command.
-        by: The images or the file that the threshold comes from, for the last line.
+        threshold_source: The images or the file that the threshold comes from, for the last line.
     """
     network = run.network
     source = open_source(images, options.root, network.transform, options.strict)
-    what = "images" if source.count is None else count_of(source.count, "image")
-    echo(f"{source.name}: {what}")
-    first = source.first()
-    if _begins_with(run.train, first):
-        raise same_training_images(images)
-    network.require_input_size(first)
-    size = first.size if network.transform is None else None
-    batch_scorer = BatchScorer(network, scorer, source.name, source.classes, size, options.strict)
-    first_image = first.take(slice(0, 1))
-    # Scores one image before all others, so that a wrong setup fails now; also tells the classes.
+    image_count = "images" if source.count is None else count_of(source.count, "image")
+    echo(f"{source.name}: {image_count}")
+    first_images = source.first()
+    if _starts_with_training_images(first_images, run.train):
+        raise same_training_images_error(images)
+    network.require_input_size(first_images)
+    # Without a transform that resizes them, all images must be as large as the first one.
+    size = first_images.size if network.transform is None else None
+    batch_scorer = BatchScorer(
+        network=network,
+        scorer=scorer,
+        name=source.name,
+        classes=source.classes,
+        size=size,
+        strict=options.strict,
+    )
+    first_image = first_images.take(slice(0, 1))
+    # One image is scored before all others, so that a wrong setup fails now. Its probabilities also
+    # show the number of classes.
     trial = batch_scorer.score(first_image)
     run.require_class_count(trial.probs.shape[1])
     for note in trial.notes.values():
         echo(note)
     shard_size = options.shard_size or SIZE
-    before = min(shard_size * len(shards_in(folder)), source.count or 0)
-    left = None if source.count is None else source.count - before
-    if left != 0:
-        echo_price(scorer, network.inputs(first_image), left)
+    # The last shard may not be full, so the product may exceed the number of images.
+    already_scored = min(shard_size * len(shards_in(folder)), source.count or 0)
+    remaining = None if source.count is None else source.count - already_scored
+    if remaining != 0:
+        echo_price(scorer, network.inputs(first_image), remaining)
     try:
-        done = _score(batch_scorer, source, folder, run, options, before)
+        totals = _score_missing_shards(batch_scorer, source, folder, run, options, already_scored)
     except KeyboardInterrupt:
         raise interruption(GOES_ON) from None
     result = describe_result(
         scorer,
-        done.scored,
-        done.accepted,
-        by,
-        f"{folder}{os.sep}",
-        done.rejected,
-        folder / REJECTED,
+        num_scored=totals.scored,
+        num_accepted=totals.accepted,
+        threshold_source=threshold_source,
+        out=f"{folder}{os.sep}",
+        num_rejected=totals.rejected,
+        rejected_list=folder / REJECTED,
     )
     typer.echo(result)
-    exit_if_incomplete(done.rejected)
+    exit_if_incomplete(totals.rejected)
 
 
-def _score(
+def _score_missing_shards(
     batch_scorer: BatchScorer,
     source: Source,
     folder: Path,
     run: ScoringRun,
     options: ShardOptions,
-    before: int,
+    already_scored: int,
 ) -> Done:
     """Score the shards that the folder lacks, in this process or on Ray.
 
     Args:
-        batch_scorer: Scores a batch.
+        batch_scorer: Scores a batch of images.
         source: The source of all images.
         folder: Where the shards go.
         run: The network and the methods.
         options: The options of the command.
-        before: The number of images that an earlier run has scored, for the progress.
+        already_scored: The number of images that an earlier run has scored, for the progress.
 
     Returns:
         How many images were scored, accepted and rejected in all shards.
     """
-    about, size = run.describe(batch_scorer.scorer), options.shard_size or SIZE
+    about = run.describe(batch_scorer.scorer)
+    size = options.shard_size or SIZE
     if options.runner == "ray":
         status_line("starting Ray …")
-        address = options.ray_address
-        return score_on_ray(batch_scorer, source, folder, about, size, options.workers, address)
-    with show_progress(f"images of {source.name} scored", before, source.count) as progress:
+        return score_on_ray(
+            batch_scorer,
+            source,
+            folder,
+            about,
+            size,
+            workers=options.workers,
+            address=options.ray_address,
+        )
+    with show_progress(f"images of {source.name} scored", already_scored, source.count) as progress:
         return score_shards(batch_scorer.score, source, folder, about, size, progress)
 
 
-def _begins_with(train: Images | None, images: Images) -> bool:
-    """Whether the first training images, if there are any, have the same pixels as these images."""
+def _starts_with_training_images(images: Images, train: Images | None) -> bool:
+    """Whether the first images to score have the same pixels as the first training images.
+
+    Args:
+        images: The first images to score, [n].
+        train: The training images; None if there are none, for which the answer is no.
+    """
     return train is not None and torch.equal(train.pixels[: len(images)], images.pixels)

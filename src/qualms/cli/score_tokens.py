@@ -36,7 +36,7 @@ from qualms.texts.token_table import TokenTable
 
 # The options that have an effect with --tokens.
 USED = ("engine", "seed", "root", "device", "strict", "tokens", "generate", "tangents")
-QUOTE_LENGTH = 60  # characters of the worst span
+QUOTE_LENGTH = 60  # the largest number of characters of the worst span that are printed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +67,12 @@ class ImageOrTokenOptions(ShardOptions):
         ),
     ] = None
 
-    def require_tokens(self, **more: object) -> None:
+    def check_token_options(self, **image_options: object) -> None:
         """Raise an error if options are given that have no effect: with --tokens, or without it.
 
         Args:
-            more: Further options for images alone, by name, which are not fields of this class;
-                None if they are not given.
+            image_options: Further options for images alone, by name, which are not fields of this
+                class; None if they are not given.
         """
         if not self.tokens:
             if self.generate or self.tangents:
@@ -81,14 +81,14 @@ class ImageOrTokenOptions(ShardOptions):
                     "them out."
                 )
             return
-        given = []
+        given_names = []
         for field in fields(self):
             if getattr(self, field.name) != field.default:
-                given.append(field.name)
-        for name, value in more.items():
+                given_names.append(field.name)
+        for name, value in image_options.items():
             if value is not None:
-                given.append(name)
-        forbid_options([name.replace("_", "-") for name in given if name not in USED])
+                given_names.append(name)
+        forbid_options([name.replace("_", "-") for name in given_names if name not in USED])
         require_sketch(self.engine)
 
 
@@ -114,13 +114,15 @@ def score_tokens(
     """
     if out is not None and is_folder(out):
         raise QualmsError("--tokens writes one table; pass a file as --out.")
-    wanted = parse_token_methods(METHOD if methods is None else methods)
+    requested_methods = parse_token_methods(METHOD if methods is None else methods)
     device = resolve_device(options.device)
     table = None if out is None else open_table(out, overwrite, json_lines)
     text_input = read_text_input(texts, model, device, options.root, options.strict)
-    documents = _generate(text_input, options)
+    documents = _continue_documents(text_input, options)
+    # Without --tangents, the sketch has its default number of tangents.
     engine = options.engine if options.tangents is None else Sketch(options.tangents)
-    scored = text_input.score(documents, wanted, engine, options.seed)
+    scored = text_input.score(documents, requested_methods, engine, options.seed)
+    # The table marks the tokens behind the end of the prompt as generated.
     prompt_lengths = None
     if options.generate:
         prompt_lengths = {
@@ -129,11 +131,12 @@ def score_tokens(
     rows = TokenTable(scored, prompt_lengths)
     if table is not None:
         table.write(rows, text_input.texts.rejected)
-    print_result(rows, out, json_lines, _describe(scored, list(wanted), out, text_input.texts))
+    summary = _describe_result(scored, list(requested_methods), out, text_input.texts)
+    print_result(rows, out, json_lines, summary)
     exit_if_incomplete(len(text_input.texts.rejected))
 
 
-def _generate(text_input: TextInput, options: ImageOrTokenOptions) -> Sequence[Document]:
+def _continue_documents(text_input: TextInput, options: ImageOrTokenOptions) -> Sequence[Document]:
     """Return the documents; with --generate, each continued by that many tokens of the model.
 
     Args:
@@ -148,7 +151,7 @@ def _generate(text_input: TextInput, options: ImageOrTokenOptions) -> Sequence[D
         return list(generate(model, documents, count, seed=options.seed, progress=progress))
 
 
-def _describe(
+def _describe_result(
     scored: Sequence[ScoredDocument], methods: Sequence[str], out: str | None, texts: Texts
 ) -> str:
     """Return the last lines: how many tokens were scored, where they are, and the worst span.
@@ -159,14 +162,14 @@ def _describe(
         out: The value of --out.
         texts: The documents that were read, and those that could not be read.
     """
-    tokens = sum(len(document.ids) for document in scored)
+    num_tokens = sum(len(document.ids) for document in scored)
     documents = count_of(len(scored), "document")
-    text = f"{documents}, {tokens} tokens scored by {', '.join(methods)}"
-    listed = None
+    text = f"{documents}, {num_tokens} tokens scored by {', '.join(methods)}"
+    rejected_list = None
     if out not in (None, STDOUT):
         text += f": {Path(str(out))}"
-        listed = rejected_file(Path(str(out)))
-    text += describe_rejections(len(texts.rejected), listed)
+        rejected_list = rejected_file(Path(str(out)))
+    text += describe_rejections(len(texts.rejected), rejected_list)
     return f"{text}\n{_describe_worst(scored, methods[0])}"
 
 
@@ -177,14 +180,19 @@ def _describe_worst(scored: Sequence[ScoredDocument], method: str) -> str:
         scored: All documents with the scores of their tokens.
         method: The method whose scores are compared.
     """
-    spans = []
-    for one in scored:
-        span = worst_span_of(one, method)
+    candidates = []
+    for document in scored:
+        span = worst_span_of(document, method)
+        # A document without a scored token has no span.
         if span is not None:
-            spans.append((span, one))
-    worst, document = max(spans, key=lambda pair: pair[0].score)
-    start, end = document.offsets[worst.start][0], document.offsets[worst.end - 1][1]
+            candidates.append((span, document))
+    worst, document = max(candidates, key=lambda candidate: candidate[0].score)
+    # From the first character of the first token to the end of the last token.
+    start = document.offsets[worst.start][0]
+    end = document.offsets[worst.end - 1][1]
+    # Line breaks and repeated spaces become single spaces.
     quote = " ".join(document.document.text[start:end].split())
     if len(quote) > QUOTE_LENGTH:
         quote = f"{quote[:QUOTE_LENGTH]} …"
-    return f"most uncertain by {method}: {document.document.name}, characters {start} to {end}: {quote}"
+    place = f"{document.document.name}, characters {start} to {end}"
+    return f"most uncertain by {method}: {place}: {quote}"

@@ -1,7 +1,7 @@
 """What `score`, `threshold` and `serve` share: a network and methods, ready to score images.
 
-The path of an image: `Network` (its transform), `ImageScorer` (its scores), `score_stream` (the
-loop), `PartialFileSink` (what is done).
+The path of an image: `Network` transforms it, `ImageScorer` scores it, `score_stream` is the loop
+over batches, and `PartialFileSink` saves the scores.
 """
 
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ from qualms.threshold import Threshold
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions(NetworkOptions):
-    """The options of `score`, `threshold` and `serve` beside model, methods and images."""
+    """The options that `score`, `threshold` and `serve` share, besides model and methods."""
 
     train: Annotated[
         str | None,
@@ -83,7 +83,7 @@ class ScoringRun:
         Raises:
             QualmsError: If the network cannot take images of their size.
         """
-        images = _read(name, self.network, self.options, "test")
+        images = _read_images(name, self.network, self.options, "test")
         self.network.require_input_size(images)
         return images
 
@@ -93,7 +93,7 @@ class ScoringRun:
         """Build a scorer of the network's model.
 
         Args:
-            threshold: The threshold of the first method's scores; None decides nothing.
+            threshold: The threshold of the first method's scores; None to accept or reject nothing.
             methods: The methods by their specs; by default all methods of the run.
 
         Raises:
@@ -114,18 +114,19 @@ class ScoringRun:
     def score_reference(
         self, images: Images, partial: PartialFile | None = None
     ) -> tuple[Scorer, Scored]:
-        """Score images that the network knows by the first method, which decides.
+        """Score images that the network knows by the first method, whose scores set a threshold.
 
         Args:
             images: The images of the reference.
             partial: The partial file that saves the scores of each batch.
 
         Returns:
-            The scorer, whose engine is chosen, and the scores.
+            The scorer, which has chosen its engine, and the scores.
         """
-        name, method = next(iter(self.methods.items()))
-        scorer = self.make_scorer(methods={name: method})
-        # A run that resumes may score no image, but a threshold must record its engine anyway.
+        first_name = next(iter(self.methods))
+        scorer = self.make_scorer(methods={first_name: self.methods[first_name]})
+        # A scorer chooses its engine when it first scores. A run that resumes may have nothing left
+        # to score, but the threshold must record the engine.
         scorer.choose_engine(self.network.inputs(images.take(slice(1))))
         return scorer, self.score(scorer, images, partial, REFERENCE)
 
@@ -149,15 +150,20 @@ class ScoringRun:
             The scores, with the names of the images and of the classes if they are known.
         """
         if self.train is not None and self.train.fingerprint() == images.fingerprint():
-            raise same_training_images(images.source or images.name)
-        sink = PartialFileSink(partial or PartialFile(None, {}), group, scorer.threshold)
-        done, total = sink.file.count(group), len(images)
+            raise same_training_images_error(images.source or images.name)
+        if partial is None:
+            # Keeps the scores in memory only.
+            partial = PartialFile(None, {})
+        sink = PartialFileSink(partial, group, scorer.threshold)
+        done = partial.count_scored(group)
+        total = len(images)
         if done < total:
+            # The price of one image, times the number of images to score.
             echo_price(scorer, self.network.inputs(images.take(slice(1))), total - done)
         image_scorer = ImageScorer(self.network, scorer)
 
         def score_batch(batch: ImageBatch) -> Scored:
-            """Return the scores of a batch; the first one shows how many classes there are."""
+            """Score a batch; raise an error if --classes gives another number of classes."""
             scored = image_scorer.score(batch.images, batch.first)
             self.require_class_count(scored.probs.shape[1])
             return scored
@@ -166,10 +172,10 @@ class ScoringRun:
             report = report_to(progress, images.name, total)
             score_stream(batches_in_memory(images), score_batch, sink, report)
         scored = Scored.concatenate(sink.parts)
-        return replace(scored, class_names=self.network.names_of_classes(images, sink.classes))
+        return replace(scored, class_names=self.network.names_of_classes(images, sink.num_classes))
 
     def describe(self, scorer: Scorer) -> dict[str, Any]:
-        """Return all that decides the scores except for the images, as values for JSON.
+        """Return all settings that decide the scores, but not the images, as values for JSON.
 
         A run resumes, and shards share a folder, only if these settings are equal.
 
@@ -177,9 +183,9 @@ class ScoringRun:
             scorer: The scorer, from `make_scorer`.
         """
         settings, threshold = scorer.settings, scorer.threshold
-        limit = None
+        threshold_text = None
         if threshold is not None:
-            limit = f"{threshold.value:g}, {threshold.rule}, {threshold.fingerprint()}"
+            threshold_text = f"{threshold.value:g}, {threshold.rule}, {threshold.fingerprint()}"
         methods = {}
         for name, method in scorer.methods.items():
             methods[name] = describe_parameters(method, self.train)
@@ -193,19 +199,19 @@ class ScoringRun:
             "engine": repr(settings.sketch) if settings.sketch else settings.engine_name,
             "seed": settings.seed,
             "classes": list(self.network.class_names),
-            "threshold": limit,
+            "threshold": threshold_text,
         }
 
     def require_class_count(self, count: int) -> None:
-        """Raise an error if --classes gives another number than the network has.
+        """Raise an error if --classes gives another number of classes than the network has.
 
         Args:
-            count: The number of the network's outputs.
+            count: The number of classes that the network outputs.
         """
-        wanted, _ = parse_class_names(self.options.classes)
-        if wanted not in (None, count):
+        listed_count, _ = parse_class_names(self.options.classes)
+        if listed_count not in (None, count):
             raise QualmsError(
-                f"--classes lists {wanted} classes, but {self.network.name} outputs {count}; "
+                f"--classes lists {listed_count} classes, but {self.network.name} outputs {count}; "
                 f"pass {count}."
             )
 
@@ -219,19 +225,27 @@ def prepare_run(
         images: The images, as the command line names them. If they are a dataset, its
             normalization is used for a network without one.
         model: The name of the network, as for `load_model`.
-        methods: The methods by their specs, with noise for pixels in [0, 1]. The run has them with
-            noise in the units of the network's input.
+        methods: The methods by their specs, with noise for pixels in [0, 1].
         options: The options of the command.
+
+    Returns:
+        The network and the methods, with noise in the units of the network's input.
     """
     _require_training_data(methods, options)
+    # Called for its error, before the network is loaded.
     resolve_device(options.device)
     network = load_classifier(images, model, options, options.classes)
-    scaled = {name: network.scale_noise(method) for name, method in methods.items()}
+    scaled_methods = {name: network.scale_noise(method) for name, method in methods.items()}
     train = None
-    learns = any(TRAINING_DATA in method.needs for method in methods.values())
-    if options.train is not None and learns:
-        train = _read(options.train, network, options, "train")
-    return ScoringRun(network, scaled, train, options)
+    has_learning_method = any(TRAINING_DATA in method.needs for method in methods.values())
+    if options.train is not None and has_learning_method:
+        train = _read_images(options.train, network, options, "train")
+    return ScoringRun(
+        network=network,
+        methods=scaled_methods,
+        train=train,
+        options=options,
+    )
 
 
 def load_classifier(
@@ -252,7 +266,7 @@ def load_classifier(
     return replace(network, class_names=names or network.class_names)
 
 
-def same_training_images(source: str) -> QualmsError:
+def same_training_images_error(source: str) -> QualmsError:
     """Return the error for --train that names the very images to score.
 
     Args:
@@ -265,7 +279,7 @@ def same_training_images(source: str) -> QualmsError:
 
 
 def _require_training_data(methods: dict[str, Method], options: ScoreOptions) -> None:
-    """Raise an error if a method needs training images or several models, which are not given.
+    """Raise an error if a method needs several models, or training images without --train.
 
     Args:
         methods: The methods by their specs.
@@ -283,7 +297,7 @@ def _require_training_data(methods: dict[str, Method], options: ScoreOptions) ->
             )
 
 
-def _read(name: str, network: Network, options: ScoreOptions, split: str) -> Images:
+def _read_images(name: str, network: Network, options: ScoreOptions, split: str) -> Images:
     """Read images, and print how many there are and what is done to them.
 
     Args:

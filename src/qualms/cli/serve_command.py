@@ -15,7 +15,7 @@ from qualms.cli.commands import short_warnings
 from qualms.cli.options import DECIDING_SPECS, Model, parse_methods, with_options
 from qualms.cli.price_estimate import describe_price
 from qualms.cli.scoring_run import ScoreOptions, prepare_run
-from qualms.cli.signals import at_sigterm, interrupt, leave
+from qualms.cli.signals import at_sigterm, exit_at_once, terminate_service
 from qualms.cli.status import echo
 from qualms.errors import QualmsError
 from qualms.methods.method import Method
@@ -26,10 +26,10 @@ from qualms.threshold import Threshold
 if TYPE_CHECKING:
     from qualms.service.scoring import ScoringService
 
-TOKEN = "QUALMS_TOKEN"
+TOKEN_VARIABLE = "QUALMS_TOKEN"
 MEGABYTE = 2**20
-USUAL = ServiceConfig()
-FILES = (".pt2", ".pt", ".pth")
+DEFAULT_CONFIG = ServiceConfig()
+FILE_ENDINGS = (".pt2", ".pt", ".pth")
 
 
 @with_options(ScoreOptions)
@@ -55,26 +55,26 @@ def serve(
     ] = LOOPBACK,
     port: Annotated[
         int, typer.Option(help="Listen on this port, from 1024 to 65535.")
-    ] = USUAL.port,
+    ] = DEFAULT_CONFIG.port,
     batch: Annotated[
         int, typer.Option(help="Maximum number of requests scored together.")
-    ] = USUAL.batch,
+    ] = DEFAULT_CONFIG.batch,
     waiting: Annotated[
         int,
         typer.Option(help="Maximum number of requests in progress; further ones get status 429."),
-    ] = USUAL.waiting,
+    ] = DEFAULT_CONFIG.waiting,
     deadline: Annotated[
         float, typer.Option(help="Maximum duration of a request, in seconds.")
-    ] = USUAL.deadline,
+    ] = DEFAULT_CONFIG.deadline,
     max_body: Annotated[
         float, typer.Option(help="Maximum size of a request, in megabytes.")
-    ] = USUAL.max_body / MEGABYTE,
+    ] = DEFAULT_CONFIG.max_body / MEGABYTE,
     max_images: Annotated[
         int, typer.Option(help="Maximum number of images in a request.")
-    ] = USUAL.max_images,
+    ] = DEFAULT_CONFIG.max_images,
     max_pixels: Annotated[
         int, typer.Option(help="Maximum number of pixels in a request, over all its images.")
-    ] = USUAL.max_pixels,
+    ] = DEFAULT_CONFIG.max_pixels,
 ) -> None:
     """Serve a network over HTTP: images in; predictions, scores and decisions out; a page at `/`.
 
@@ -105,14 +105,14 @@ def serve(
         max_images: The most images in a request.
         max_pixels: The most pixels in a request.
     """
-    # The first process of a container ignores a signal without a handler, also while it loads.
-    signal.signal(signal.SIGTERM, interrupt)
+    # As the first process of a container, this one would ignore a signal without a handler.
+    signal.signal(signal.SIGTERM, terminate_service)
     if not math.isfinite(max_body):
         raise QualmsError(f"--max-body is {max_body}; pass a number above 0.")
-    settings = ServiceConfig(
+    config = ServiceConfig(
         host=LOOPBACK if host == "localhost" else host,
         port=port,
-        token=os.environ.get(TOKEN),
+        token=os.environ.get(TOKEN_VARIABLE),
         batch=batch,
         waiting=waiting,
         deadline=deadline,
@@ -120,83 +120,92 @@ def serve(
         max_images=max_images,
         max_pixels=max_pixels,
     )
-    wanted = parse_methods(methods)
-    limit = None if threshold is None else Threshold.load(threshold)
-    address = _address(name or model)
+    requested_methods = parse_methods(methods)
+    loaded_threshold = None if threshold is None else Threshold.load(threshold)
+    url_name = _url_name(name or model)
     try:
-        with at_sigterm(leave):
+        with at_sigterm(exit_at_once):
             from qualms.service.scoring import describe_unloaded
-            from qualms.service.server import serve as run
+            from qualms.service.server import serve as serve_network
     except ModuleNotFoundError as missing:
         raise QualmsError(
             f"`qualms serve` needs {missing.name}; run pip install '.[app,serve]' in a clone of "
             "qualms."
         ) from None
-    loader = _Loader(address, name or _file_name(model), model, wanted, options, limit)
-    run(loader, describe_unloaded(address, wanted, limit), settings, echo)
+    loader = _Loader(
+        url_name=url_name,
+        log_name=name or _log_name(model),
+        model=model,
+        methods=requested_methods,
+        options=options,
+        threshold=loaded_threshold,
+    )
+    description = describe_unloaded(url_name, requested_methods, loaded_threshold)
+    serve_network(loader, description, config, echo)
 
 
 @dataclass(frozen=True)
 class _Loader:
-    """Loads the network that is served: called in the process that serves it, so it is picklable.
+    """Loads the network to serve. It is called in another process, so it must be picklable.
 
     Args:
-        address: The network's name in answers and addresses.
-        public: The network's name in the log and at `/readyz` during the start. Anybody can read
-            it, so it holds no folders.
+        url_name: The network's name in responses and URLs.
+        log_name: The network's name in the log and at `/readyz` during startup. Anybody can read
+            it, so it must not contain folders.
         model: The name of the network, as for `load_model`.
         methods: The methods by their specs, with noise for pixels in [0, 1].
         options: The other options.
-        threshold: The threshold that decides; None decides nothing.
+        threshold: The threshold up to which predictions are accepted; None to decide nothing.
     """
 
-    address: str
-    public: str
+    url_name: str
+    log_name: str
     model: str
     methods: dict[str, Method]
     options: ScoreOptions
     threshold: Threshold | None
 
-    def __call__(self, begin: Callable[[str], None]) -> "ScoringService":
+    def __call__(self, report_step: Callable[[str], None]) -> "ScoringService":
         """Load the network, and score a first image with it.
 
         Args:
-            begin: Called with the name of each step, as it begins.
+            report_step: Called with the name of each step as the step begins.
 
         Returns:
-            The service, whose network has scored a gray image if its input size is known.
+            The service. If the network's input size is known, it has scored a gray image.
         """
+        # Not imported by other commands, since it needs the packages of the service.
         from qualms.service.scoring import ScoringService
 
         with short_warnings():
-            begin(f"loading {self.public}")
+            report_step(f"loading {self.log_name}")
             run = prepare_run("", self.model, self.methods, self.options)
-            served = ScoringService(self.address, run.network, run.make_scorer(self.threshold))
-            price = served.price()
+            service = ScoringService(self.url_name, run.network, run.make_scorer(self.threshold))
+            price = service.price()
             step = "scoring a warm-up image"
             if price is not None:
                 step += f", about {describe_price(price)}"
-            begin(step)
-            first = served.warm_up()
-            if first is not None:
-                run.require_class_count(first.probs.shape[1])
-            return served
+            report_step(step)
+            first_scored = service.warm_up()
+            if first_scored is not None:
+                run.require_class_count(first_scored.probs.shape[1])
+            return service
 
 
-def _address(name: str) -> str:
-    """Return a name that can stand in an address; for a file, without its folder and ending.
+def _url_name(name: str) -> str:
+    """Return a name that is valid in a URL; for a file, without its folder and ending.
 
     Args:
         name: The value of --name, else of --model.
     """
-    bare = Path(name).stem if name.endswith(FILES) else name
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", bare).strip("-.") or "model"
+    without_folder = Path(name).stem if name.endswith(FILE_ENDINGS) else name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", without_folder).strip("-.") or "model"
 
 
-def _file_name(model: str) -> str:
-    """Return what --model names; for a file, without its folder.
+def _log_name(model: str) -> str:
+    """Return the value of --model; for a file, without its folder.
 
     Args:
         model: The value of --model.
     """
-    return Path(model).name if model.endswith(FILES) else model
+    return Path(model).name if model.endswith(FILE_ENDINGS) else model

@@ -1,7 +1,7 @@
 """SIGTERM stops a command as Ctrl-C does, in an orderly way, but with an exit code of its own.
 
-Three handlers serve different times: `leave` while modules are imported, `stop` while a command
-runs, `interrupt` while a service runs.
+Three handlers serve different times: `exit_at_once` while modules are imported,
+`terminate_command` while a command runs, `terminate_service` while a service runs.
 """
 
 import os
@@ -14,8 +14,8 @@ TERMINATED = 128 + signal.SIGTERM  # the exit code
 # Seconds for cleaning up, in which further signals are ignored.
 GRACE_PERIOD = 5.0
 
-# When `stop` last raised, by `time.monotonic`; None if it has not.
-_since: float | None = None
+# The time at which `terminate_command` last raised `Terminated`; None if it has not raised.
+_terminated_at: float | None = None
 
 
 class Terminated(KeyboardInterrupt):
@@ -26,13 +26,13 @@ class Terminated(KeyboardInterrupt):
     """
 
 
-def begin() -> None:
-    """Begin a new command: forget a SIGTERM that `stop` has handled in an earlier one.
+def forget_sigterm() -> None:
+    """Forget a SIGTERM that `terminate_command` has handled, so that `is_terminated` is False.
 
-    A process may run several commands, as tests do.
+    Called when a command starts: a process may run several commands, as tests do.
     """
-    global _since
-    _since = None
+    global _terminated_at
+    _terminated_at = None
 
 
 @contextmanager
@@ -40,40 +40,47 @@ def at_sigterm(handler: Callable[..., None]) -> Iterator[None]:
     """Handle SIGTERM inside the block, unless the parent process wants it ignored.
 
     Args:
-        handler: Called at the signal, such as `leave`, `stop` or `interrupt`.
+        handler: The function to call at the signal, such as `exit_at_once`, `terminate_command` or
+            `terminate_service`.
     """
-    before = signal.getsignal(signal.SIGTERM)
+    previous_handler = signal.getsignal(signal.SIGTERM)
     try:
-        if before is not signal.SIG_IGN:
+        if previous_handler is not signal.SIG_IGN:
             signal.signal(signal.SIGTERM, handler)
         yield
     finally:
-        # None: a handler that was not installed from Python.
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+        # A handler that was not installed from Python is None, and cannot be restored.
+        if previous_handler is not None:
+            signal.signal(signal.SIGTERM, previous_handler)
 
 
-def leave(*_: object) -> None:
-    """Exit at once: during imports, there is nothing to clean up, and exceptions get garbled."""
+def exit_at_once(*_: object) -> None:
+    """Exit at once, without an exception: the handler of SIGTERM while modules are imported.
+
+    There is nothing to clean up during imports, and they may turn an exception into another one.
+    """
     os._exit(TERMINATED)
 
 
-def stop(*_: object) -> None:
-    """Raise `Terminated`, as Ctrl-C raises KeyboardInterrupt; not twice within a grace period."""
-    global _since
-    if _since is None or time.monotonic() - _since > GRACE_PERIOD:
-        _since = time.monotonic()
+def terminate_command(*_: object) -> None:
+    """Raise `Terminated`, as Ctrl-C raises KeyboardInterrupt: the handler while a command runs.
+
+    Further signals within `GRACE_PERIOD` seconds are ignored, so that the command can clean up.
+    """
+    global _terminated_at
+    if _terminated_at is None or time.monotonic() - _terminated_at > GRACE_PERIOD:
+        _terminated_at = time.monotonic()
         raise Terminated
 
 
-def interrupt(*_: object) -> None:
-    """Raise `Terminated` at every signal: a service that it stops exits as after Ctrl-C.
+def terminate_service(*_: object) -> None:
+    """Raise `Terminated` at every signal, so that a service exits as after Ctrl-C.
 
-    Unlike `stop`, this is not remembered, so `is_terminated` stays False.
+    Unlike `terminate_command`, it does not record the signal, so `is_terminated` stays False.
     """
     raise Terminated
 
 
 def is_terminated() -> bool:
-    """Whether `stop` has handled a SIGTERM since `begin`."""
-    return _since is not None
+    """Whether `terminate_command` has handled a SIGTERM since the last `forget_sigterm()`."""
+    return _terminated_at is not None

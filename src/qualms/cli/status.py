@@ -15,40 +15,44 @@ INTERRUPTED = 130  # the exit code of Ctrl-C
 SOME_REJECTED = 4
 
 
-def interruption(left: str | None) -> typer.Exit:
-    """Print that the command was stopped, and return the exit to raise.
+def interruption(remains: str | None) -> typer.Exit:
+    """Print that the command was stopped; return the exception that exits with `INTERRUPTED`.
 
     Args:
-        left: What is left of the command, as a clause; None if there is nothing to report.
+        remains: A clause that says what the command leaves behind, such as `GOES_ON`; None to say
+            nothing.
     """
-    echo(f"qualms: stopped{f'; {left}' if left else ''}.")
+    clause = f"; {remains}" if remains else ""
+    echo(f"qualms: stopped{clause}.")
     return typer.Exit(INTERRUPTED)
 
 
-def exit_if_incomplete(rejected: int) -> None:
+def exit_if_incomplete(num_rejected: int) -> None:
     """Exit with `SOME_REJECTED` if some inputs could not be read.
 
     Args:
-        rejected: The number of these inputs.
+        num_rejected: The number of inputs that could not be read.
     """
+    # Clears the line.
     status_line("")
-    if rejected:
+    if num_rejected:
         raise typer.Exit(SOME_REJECTED)
 
 
 def status_line(text: str) -> None:
-    """Print a line on stderr that the next one replaces; nothing if stderr is no terminal.
+    """Print a line on stderr that the next line replaces; print nothing if stderr is no terminal.
 
     Args:
         text: What to print, such as `loading timm:resnet18 …`; empty to clear the line.
     """
     if sys.stderr.isatty():
+        # Back to the start of the line, and clear it.
         sys.stderr.write(f"\r\x1b[2K{text}")
         sys.stderr.flush()
 
 
 def echo(text: str) -> None:
-    """Print a line on stderr that stays, in place of the status line."""
+    """Clear the status line, and print a line on stderr that stays."""
     status_line("")
     typer.echo(text, err=True)
 

@@ -1,10 +1,10 @@
-"""The table of `score`, and the list of rejected inputs beside it.
+"""The table of `score`, and next to it the list of rejected inputs.
 
     scores.csv               a row for each image or token
     scores.rejected.csv      id and reason of each input that could not be read; absent if all could
 
-Both are written completely or not at all. Whether they can be is checked before the work begins
-(`open_table`, `require_new_file`).
+Both files are written completely or not at all. `open_table` and `require_new_file` check that they
+can be written, before the work begins.
 """
 
 import csv
@@ -71,7 +71,8 @@ def open_table(out: str, overwrite: bool, json_lines: bool) -> "Table":
             "for stdout."
         )
     if ending == ".parquet":
-        _parquet()
+        # Called for its error if pyarrow is missing.
+        _import_parquet()
     _require_no_file(rejected_file(path), overwrite)
     require_new_file(path, overwrite)
     return Table(path, ending)
@@ -90,7 +91,7 @@ class Table:
     ending: str
 
     def write(self, rows: Rows, rejected: Sequence[Rejected]) -> None:
-        """Write all rows, and beside them the list of inputs that could not be read.
+        """Write all rows; if the table is a file, also list the inputs that could not be read.
 
         Args:
             rows: The scores of images or tokens.
@@ -101,25 +102,27 @@ class Table:
             _write_text(rows, self.ending, text)
             typer.echo(text.getvalue(), nl=False)
             return
-        with write_with_rejections(self.path, rejected) as part:
+        with write_with_rejections(self.path, rejected) as temp_path:
             if self.ending == ".parquet":
-                _parquet().write_table(rows.to_arrow(), part)
+                _import_parquet().write_table(rows.to_arrow(), temp_path)
             else:
-                with open(part, "w", newline="", encoding="utf-8") as file:
+                with open(temp_path, "w", newline="", encoding="utf-8") as file:
                     _write_text(rows, self.ending, file)
 
 
 def print_result(rows: Rows, out: str | None, json_lines: bool, summary: str) -> None:
-    """Print the rows as JSON lines with --json; then the summary, on stderr if rows go to stdout.
+    """Print the rows as JSON lines if --json is given, then the summary.
+
+    The summary goes to stdout, or to stderr if rows go to stdout.
 
     Args:
-        rows: The table.
+        rows: The scores of images or tokens.
         out: The value of --out; None if only --json is given.
         json_lines: Whether --json is given.
-        summary: The last line.
+        summary: The line that is printed last.
     """
     if json_lines and out != STDOUT:
-        typer.echo("\n".join(_json_lines(rows)))
+        typer.echo("\n".join(_json_line_per_row(rows)))
     if json_lines or out == STDOUT:
         echo(summary)
     else:
@@ -137,7 +140,7 @@ def rejected_file(out: Path) -> Path:
 
 @contextmanager
 def write_with_rejections(out: Path, rejected: Sequence[Rejected]) -> Iterator[Path]:
-    """Yield an empty file to fill; at the end, list the rejected inputs, then let it replace `out`.
+    """Yield a temporary file that replaces `out` at the end of the block; list rejected inputs.
 
     Args:
         out: The value of --out.
@@ -146,16 +149,17 @@ def write_with_rejections(out: Path, rejected: Sequence[Rejected]) -> Iterator[P
     with explain_write_failure(_output_name(out)):
         # The folder existed when the command started, but may have been removed since.
         out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(out, _output_name(out)) as part:
-            yield part
+        with atomic_write(out, _output_name(out)) as temp_path:
+            yield temp_path
+            # Before `out` is replaced, so that a complete table always has its list.
             _write_rejections(rejected_file(out), rejected)
 
 
 def _write_rejections(path: Path, rejected: Sequence[Rejected]) -> None:
-    """List the inputs that could not be read, with reasons; without any, remove an older list.
+    """Write the list of inputs that could not be read; if there are none, remove an older list.
 
     Args:
-        path: The list.
+        path: The file of the list.
         rejected: The inputs that could not be read.
     """
     if not rejected:
@@ -167,24 +171,24 @@ def _write_rejections(path: Path, rejected: Sequence[Rejected]) -> None:
     }
     with (
         explain_write_failure(path),
-        atomic_write(path) as part,
-        open(part, "w", newline="", encoding="utf-8") as file,
+        atomic_write(path) as temp_path,
+        open(temp_path, "w", newline="", encoding="utf-8") as file,
     ):
         _write_csv(columns, file)
 
 
 def _output_name(path: Path) -> str:
-    """Return what errors call the output: `--out scores.csv`."""
+    """Return what error messages call the file of --out, such as `--out scores.csv`."""
     return f"--out {path}"
 
 
 def describe_result(
     scorer: Scorer,
-    scored: int,
-    accepted: int | None,
-    reference: str,
+    num_scored: int,
+    num_accepted: int | None,
+    threshold_source: str,
     out: str | None,
-    rejected: int,
+    num_rejected: int,
     rejected_list: Path | None,
 ) -> str:
     """Return the last line: how many images were scored, accepted and rejected, and where they are.
@@ -194,41 +198,43 @@ def describe_result(
 
     Args:
         scorer: The scorer of the images.
-        scored: The number of images with scores.
-        accepted: The number of accepted images; None without a threshold.
-        reference: The images or the file that the threshold comes from.
+        num_scored: The number of images with scores.
+        num_accepted: The number of accepted images; None without a threshold.
+        threshold_source: The images or the file that the threshold comes from.
         out: The table; None if it is not a file.
-        rejected: The number of images that could not be read.
+        num_rejected: The number of images that could not be read.
         rejected_list: The file that lists these images; None if there is none.
     """
-    text = f"{count_of(scored, 'image')} scored by {', '.join(scorer.methods)}"
-    has_gradients = any(isinstance(m, GradientScore) for m in scorer.methods.values())
-    if scorer.settings.engine != "auto" and has_gradients:
+    text = f"{count_of(num_scored, 'image')} scored by {', '.join(scorer.methods)}"
+    has_gradient_scores = any(isinstance(m, GradientScore) for m in scorer.methods.values())
+    # The engine is described once it is chosen, and only if a score depends on it.
+    if scorer.settings.engine != "auto" and has_gradient_scores:
         text += f" ({scorer.settings.description})"
     if scorer.threshold is not None:
-        first = next(iter(scorer.methods))
+        deciding_method = next(iter(scorer.methods))
         rule = scorer.threshold.rule
-        text += f"; {accepted or 0} of {scored} accepted by {first}, at {rule} of {reference}"
+        text += f"; {num_accepted or 0} of {num_scored} accepted by {deciding_method}"
+        text += f", at {rule} of {threshold_source}"
     if out is not None:
         text += f": {out}"
-    return text + describe_rejections(rejected, rejected_list)
+    return text + describe_rejections(num_rejected, rejected_list)
 
 
-def describe_rejections(rejected: int, rejected_list: Path | None) -> str:
-    """Return `; 2 could not be read: scores.rejected.csv`, or nothing if all could be.
+def describe_rejections(num_rejected: int, rejected_list: Path | None) -> str:
+    """Return `; 2 could not be read: scores.rejected.csv`, or empty text if all could be read.
 
     Args:
-        rejected: The number of inputs that could not be read.
+        num_rejected: The number of inputs that could not be read.
         rejected_list: The file that lists these inputs; None if there is none.
     """
-    if not rejected:
+    if not num_rejected:
         return ""
     where = "" if rejected_list is None else f": {rejected_list}"
-    return f"; {rejected} could not be read{where}"
+    return f"; {num_rejected} could not be read{where}"
 
 
-def _json_lines(rows: Rows) -> Iterator[str]:
-    """Yield a line of JSON for each row."""
+def _json_line_per_row(rows: Rows) -> Iterator[str]:
+    """Yield each row as a line of JSON: an object with a value per column."""
     columns = rows.columns()
     for row in zip(*columns.values(), strict=True):
         yield json.dumps(dict(zip(columns, row, strict=True)))
@@ -245,12 +251,13 @@ def _write_text(rows: Rows, ending: str, file: io.TextIOBase) -> None:
     if ending == ".csv":
         _write_csv(rows.columns(), file)
     else:
-        file.writelines(f"{line}\n" for line in _json_lines(rows))
+        file.writelines(f"{line}\n" for line in _json_line_per_row(rows))
 
 
 def _write_csv(columns: dict[str, list[Any]], file: io.TextIOBase) -> None:
     """Write columns of equal length as CSV, with the names of the columns in the first line."""
     writer = csv.writer(_UnixLines(file))
+    # Iterating a dict yields its keys, the names of the columns.
     writer.writerow(columns)
     writer.writerows(zip(*columns.values(), strict=True))
 
@@ -258,7 +265,8 @@ def _write_csv(columns: dict[str, list[Any]], file: io.TextIOBase) -> None:
 class _UnixLines:
     """A text file whose lines end in a line feed alone.
 
-    With `lineterminator="\\n"`, the csv module would leave a carriage return in a text unquoted.
+    The csv module writes `\\r\\n`, and this class replaces it. With `lineterminator="\\n"` instead,
+    the module would not quote a text that contains a carriage return.
     """
 
     def __init__(self, file: io.TextIOBase) -> None:
@@ -266,11 +274,11 @@ class _UnixLines:
         self.file = file
 
     def write(self, line: str) -> None:
-        """Write a line of the csv module, whose `\\r\\n` at the end is replaced by `\\n`."""
+        """Write a line of the csv module, with `\\n` in place of the `\\r\\n` at its end."""
         self.file.write(f"{line.removesuffix(csv.excel.lineterminator)}\n")
 
 
-def _parquet() -> Any:
+def _import_parquet() -> Any:
     """Import pyarrow.parquet, or raise an error that says how to do without."""
     try:
         from pyarrow import parquet

@@ -25,7 +25,9 @@ from qualms.methods.method import Method
 from qualms.methods.registry import DEFAULT
 from qualms.threshold import Threshold
 
-COVERAGE, CONFIDENCE = 0.95, 0.95
+# The defaults of --coverage and --confidence.
+COVERAGE = 0.95
+CONFIDENCE = 0.95
 
 
 @with_options(ScoreOptions)
@@ -92,49 +94,51 @@ def threshold(
         json_lines: Whether to print JSON.
     """
     if Path(images).suffix.lower() == ".json" and not Path(images).is_dir():
-        _show(images, Threshold.load(images), json_lines)
+        _print_threshold(images, Threshold.load(images), json_lines)
         return
     if model is None:
         raise QualmsError("--model is missing; pass the network that the threshold is for.")
     _check_shares(coverage, risk, confidence)
-    wanted = _parse_method(method, dataset_name(images, options.root) or "")
+    requested_method = _parse_method(method, dataset_name(images, options.root) or "")
     require_new_file(out, overwrite)
-    run = prepare_run(images, model, wanted, options)
+    run = prepare_run(images, model, requested_method, options)
     known_images = run.read(images)
-    labels = None if risk is None else _labels(run, known_images, images)
+    labels = None if risk is None else _require_labels(run, known_images, images)
     scorer, scored = run.score_reference(known_images)
+    # `score_reference` scores by one method alone.
     (scores,) = scored.scores.values()
-    correct = None if labels is None else scored.prediction.cpu() == labels
-    if risk is None or correct is None:
+    is_correct = None if labels is None else scored.prediction.cpu() == labels
+    if risk is None or is_correct is None:
         share = COVERAGE if coverage is None else coverage
         new_threshold = Threshold.from_scores(scores, share, provenance=scorer.provenance)
     else:
         probability = CONFIDENCE if confidence is None else confidence
         new_threshold = Threshold.from_labels(
-            scores, correct, risk, probability, provenance=scorer.provenance
+            scores, is_correct, risk, probability, provenance=scorer.provenance
         )
     for note in scored.notes.values():
         echo(note)
-    with write_with_rejections(out, known_images.rejected) as part:
-        part.write_text(new_threshold.to_json() + "\n")
-    accepted = new_threshold.accept(scores)
-    count = int(accepted.sum())
+    with write_with_rejections(out, known_images.rejected) as temp_path:
+        temp_path.write_text(new_threshold.to_json() + "\n")
+    is_accepted = new_threshold.accept(scores)
+    num_accepted = int(is_accepted.sum())
     if json_lines:
-        typer.echo(json.dumps({**_content(new_threshold), "accepted": count}))
+        typer.echo(json.dumps({**_to_json_values(new_threshold), "accepted": num_accepted}))
     else:
+        spec = next(iter(requested_method))
         wrong = ""
-        if correct is not None:
-            wrong = f", {int((~correct & accepted.cpu()).sum())} of them wrong"
+        if is_correct is not None:
+            wrong = f", {int((~is_correct & is_accepted.cpu()).sum())} of them wrong"
         typer.echo(
-            f"{_promise(new_threshold)}. Of {len(known_images)} images of "
-            f"{known_images.source or images}, {count} are accepted{wrong}: {next(iter(wanted))} is "
+            f"{_describe_guarantee(new_threshold)}. Of {len(known_images)} images of "
+            f"{known_images.source or images}, {num_accepted} are accepted{wrong}: {spec} is "
             f"at most {new_threshold.value:.6g}. Saved to {out}"
         )
     exit_if_incomplete(len(known_images.rejected))
 
 
 def _check_shares(coverage: float | None, risk: float | None, confidence: float | None) -> None:
-    """Raise an error if the options contradict each other, or are no shares from 0 to 1.
+    """Raise an error if the options contradict each other, or are not between 0 and 1.
 
     Args:
         coverage: The value of --coverage.
@@ -154,7 +158,7 @@ def _check_shares(coverage: float | None, risk: float | None, confidence: float 
 
 
 def _parse_method(text: str, dataset: str) -> dict[str, Method]:
-    """Parse --method, which may name only one.
+    """Parse --method, or raise an error if it names several methods.
 
     Args:
         text: The value of --method.
@@ -171,13 +175,13 @@ def _parse_method(text: str, dataset: str) -> dict[str, Method]:
     return methods
 
 
-def _labels(run: ScoringRun, images: Images, name: str) -> Tensor | None:
-    """Return the labels of images as class indices of the network, [n].
+def _require_labels(run: ScoringRun, images: Images, name: str) -> Tensor | None:
+    """Return the labels of n images as class indices of the network, [n].
 
-    Images without labels are an error.
+    Raise an error if the images have no labels.
 
     Args:
-        run: The run with the network.
+        run: The network and the method.
         images: The images, which must have labels.
         name: The name of the images in the error.
     """
@@ -189,7 +193,7 @@ def _labels(run: ScoringRun, images: Images, name: str) -> Tensor | None:
     return run.network.relabel(images).labels
 
 
-def _show(path: str, threshold: Threshold, json_lines: bool) -> None:
+def _print_threshold(path: str, threshold: Threshold, json_lines: bool) -> None:
     """Print what a threshold file holds.
 
     Args:
@@ -198,10 +202,10 @@ def _show(path: str, threshold: Threshold, json_lines: bool) -> None:
         json_lines: Whether to print the threshold as JSON.
     """
     if json_lines:
-        typer.echo(json.dumps(_content(threshold)))
+        typer.echo(json.dumps(_to_json_values(threshold)))
         return
     lines = [f"{path}: inputs whose score is at most {threshold.value:.6g} are accepted."]
-    lines.append(f"{_promise(threshold)}; set on {threshold.samples} scores.")
+    lines.append(f"{_describe_guarantee(threshold)}; set on {threshold.samples} scores.")
     if threshold.reference:
         low, high = threshold.reference[0], threshold.reference[-1]
         median = threshold.reference[len(threshold.reference) // 2]
@@ -219,18 +223,20 @@ def _show(path: str, threshold: Threshold, json_lines: bool) -> None:
     typer.echo("\n".join(lines))
 
 
-def _promise(threshold: Threshold) -> str:
+def _describe_guarantee(threshold: Threshold) -> str:
     """Return what the rule of a threshold guarantees, as a clause.
 
-    Args:
-        threshold: The threshold.
+    For example `At least 95 % of inputs like these are accepted`.
 
-    Returns:
-        Such as `At least 95 % of inputs like these are accepted`.
+    Args:
+        threshold: The threshold, with a rule such as `coverage 0.95` or `risk 0.01`, or any other
+            text.
     """
+    # Of `risk 0.01 at confidence 0.95`, the words are `risk`, `0.01` and `0.95`.
     kind, *numbers = threshold.rule.replace(" at confidence", "").split()
     try:
         shares = [f"{100 * float(number):g} %" for number in numbers]
+    # The rule is in the user's own words.
     except ValueError:
         shares = []
     if kind == "coverage" and len(shares) == 1:
@@ -242,10 +248,11 @@ def _promise(threshold: Threshold) -> str:
     return f"The rule is: {threshold.rule}"
 
 
-def _content(threshold: Threshold) -> dict[str, object]:
-    """Return a threshold as values for JSON, without the scores that it was set on.
+def _to_json_values(threshold: Threshold) -> dict[str, object]:
+    """Return a threshold as a dict for JSON, without the scores that it was set on.
 
-    A threshold that accepts nothing is minus infinity, which JSON lacks: its value is None.
+    The value of a threshold that accepts nothing is minus infinity, which JSON lacks; it becomes
+    None.
     """
     content = asdict(threshold)
     del content["reference"]

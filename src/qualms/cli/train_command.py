@@ -19,6 +19,7 @@ from qualms.models import load_model
 from qualms.stream.network import Network
 from qualms.training import RECIPES, Recipe, fit
 
+# By dataset, the network that the paper trains on it.
 NETWORKS = {
     "mnist": "mnist-cnn",
     "cifar10": "resnet18",
@@ -72,17 +73,19 @@ def train(options: TrainOptions) -> None:
     data = options.data
     if data not in DATASETS or DATASETS[data].classes is None:
         raise QualmsError(f"there is no recipe for {data!r}; choose one of {', '.join(NETWORKS)}.")
-    name = options.model or NETWORKS.get(data)
-    if name is None:
+    network_name = options.model or NETWORKS.get(data)
+    if network_name is None:
         raise QualmsError(f"the paper trains no network on {data}; pass a network as --model.")
-    recipe = _recipe(data, name, options)
+    recipe = _choose_recipe(data, network_name, options)
     images = load(f"data:{data}", options.root, "train")
     test = load(f"data:{data}", options.root, "test")
     if options.count is not None:
         images = images.subset(options.count)
-    file = options.out or _checkpoint(data, name, options.seed)
+    checkpoint = options.out or _default_checkpoint(data, network_name, options.seed)
     torch.manual_seed(options.seed)
-    model = load_model(name, classes=DATASETS[data].classes).to(resolve_device(options.device))
+    model = load_model(network_name, classes=DATASETS[data].classes).to(
+        resolve_device(options.device)
+    )
     normalization = DATASETS[data].normalization
     with show_progress() as progress:
         result = fit(
@@ -91,41 +94,40 @@ def train(options: TrainOptions) -> None:
             recipe,
             normalization,
             seed=options.seed,
-            checkpoint=file,
-            about={"network": name, "classes": DATASETS[data].classes},
+            checkpoint=checkpoint,
+            about={"network": network_name, "classes": DATASETS[data].classes},
             progress=progress,
         )
-    accuracy = Network(name, model, normalization).accuracy(test)
+    accuracy = Network(network_name, model, normalization).accuracy(test)
     if options.json_lines:
         row = {
-            "network": name,
+            "network": network_name,
             "data": data,
             "accuracy": accuracy,
             "test_images": len(test),
-            "weights": str(file),
+            "weights": str(checkpoint),
             "best_epoch": result.best_epoch,
             "epochs": result.history,
         }
         typer.echo(json.dumps(row))
         return
     typer.echo(
-        f"{name} on {data}: accuracy {100 * accuracy:.2f} % on {len(test)} test images "
+        f"{network_name} on {data}: accuracy {100 * accuracy:.2f} % on {len(test)} test images "
         f"after epoch {result.best_epoch} of {recipe.epochs} "
-        f"(validation: {100 * result.validation_accuracy:.2f} %). Weights: {file}"
+        f"(validation: {100 * result.validation_accuracy:.2f} %). Weights: {checkpoint}"
     )
 
 
-def _recipe(data: str, name: str, options: TrainOptions) -> Recipe:
+def _choose_recipe(data: str, network_name: str, options: TrainOptions) -> Recipe:
     """Return the recipe for a dataset and network, with --epochs and --batch in place of its own.
 
     Args:
         data: The name of the dataset.
-        name: The name of the network.
+        network_name: The name of the network.
         options: The options of the command.
     """
-    recipe = RECIPES.get(data, RECIPES["mnist"])
-    if name.startswith("vit"):
-        recipe = RECIPES["vit"]
+    recipe_name = "vit" if network_name.startswith("vit") else data
+    recipe = RECIPES.get(recipe_name, RECIPES["mnist"])
     if options.epochs is not None:
         recipe = recipe.shortened(options.epochs)
     if options.batch is not None:
@@ -133,13 +135,13 @@ def _recipe(data: str, name: str, options: TrainOptions) -> Recipe:
     return recipe
 
 
-def _checkpoint(data: str, name: str, seed: int) -> Path:
+def _default_checkpoint(data: str, network_name: str, seed: int) -> Path:
     """Return the default path of a checkpoint, such as `runs/digits-digits-cnn-seed0.pt`.
 
     Args:
         data: The name of the dataset.
-        name: The name of the network.
+        network_name: The name of the network.
         seed: The seed of the training.
     """
-    bare = name.replace(":", "-").replace("/", "-")
-    return Path("runs") / f"{data}-{bare}-seed{seed}.pt"
+    file_name_part = network_name.replace(":", "-").replace("/", "-")
+    return Path("runs") / f"{data}-{file_name_part}-seed{seed}.pt"

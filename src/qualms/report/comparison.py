@@ -19,40 +19,41 @@ class Column:
     """The heading of a column of the table that compares methods.
 
     Args:
-        of: The name of the group of images that the column is about; empty if there is none.
-        text: The heading.
-        why: An explanation of the heading.
-        place: Where it is shown: `first` always, `wide` on anything wider than a phone, `more` on
-            request.
+        group_name: The name of the group of images that the column is about; empty if there is
+            none.
+        heading: The name of the measure.
+        explanation: An explanation of the heading.
+        visibility: When the column is shown: `first` always, `wide` on any screen wider than a
+            phone, `more` on request.
     """
 
-    of: str
-    text: str
-    why: str
-    place: str
+    group_name: str
+    heading: str
+    explanation: str
+    visibility: str
 
 
 @dataclass(frozen=True)
-class Span:
-    """The range of values that whiskers (drawn intervals) share in the cells of the table.
+class WhiskerRange:
+    """The range of values that the whiskers (drawn intervals) of a measure have in common.
 
     Args:
         low: The value at the left end.
         high: The value at the right end.
-        chance: The measure of a random score, such as an AUROC of 0.5.
+        chance: The value of the measure for random scores, such as an AUROC of 0.5.
     """
 
     low: float
     high: float
     chance: float
 
-    def place(self, value: float) -> float:
-        """Return where a value lies between the ends, from 0 to 100; values outside lie at an end."""
+    def position_of(self, value: float) -> float:
+        """Return the position of a value, from 0 at `low` to 100 at `high`, clipped to these."""
         share = (value - self.low) / (self.high - self.low)
         return round(100 * min(1.0, max(0.0, share)), 2)
 
 
-def columns(content: Content, summaries: Sequence[MethodSummary]) -> list[Column]:
+def list_columns(content: Content, summaries: Sequence[MethodSummary]) -> list[Column]:
     """Return the columns of the table for which there are groups of images, labels or costs.
 
     Args:
@@ -64,74 +65,115 @@ def columns(content: Content, summaries: Sequence[MethodSummary]) -> list[Column
     if len(groups) > 1:
         title = f"mean of {len(groups)}"
         table_columns.append(
-            Column(title, "AUROC, %", "over the unknown groups; 50 is chance", "first")
+            Column(
+                group_name=title,
+                heading="AUROC, %",
+                explanation="over the unknown groups; 50 is chance",
+                visibility="first",
+            )
         )
-    place = _group_column_place(len(groups))
+    visibility = _group_column_visibility(len(groups))
     for group in groups:
         table_columns.append(
-            Column(group.name, "AUROC, %", "with its 95 % interval; 50 is chance", place)
+            Column(
+                group_name=group.name,
+                heading="AUROC, %",
+                explanation="with its 95 % interval; 50 is chance",
+                visibility=visibility,
+            )
         )
     for group in groups:
         table_columns.append(
-            Column(group.name, "AUPR, %", "unknown images as the positive class", "more")
+            Column(
+                group_name=group.name,
+                heading="AUPR, %",
+                explanation="unknown images as the positive class",
+                visibility="more",
+            )
         )
     if any(summary.raulc is not None for summary in summaries):
-        why = "with its 95 % interval; 1 is the ideal order, 0 is chance"
-        place = "more" if groups else "first"
-        table_columns.append(Column(content.known.name, "rAULC", why, place))
+        explanation = "with its 95 % interval; 1 is the ideal order, 0 is chance"
+        visibility = "more" if groups else "first"
+        table_columns.append(
+            Column(
+                group_name=content.known.name,
+                heading="rAULC",
+                explanation=explanation,
+                visibility=visibility,
+            )
+        )
     if content.costs:
         if all(isinstance(cost, int | float) for cost in content.costs.values()):
-            table_columns.append(Column("", "cost", "time, where 1× is a forward pass", "first"))
+            table_columns.append(
+                Column(
+                    group_name="",
+                    heading="cost",
+                    explanation="time, where 1× is a forward pass",
+                    visibility="first",
+                )
+            )
         else:
-            table_columns.append(Column("", "cost", "in forward passes", "more"))
+            table_columns.append(
+                Column(
+                    group_name="",
+                    heading="cost",
+                    explanation="in forward passes",
+                    visibility="more",
+                )
+            )
     return table_columns
 
 
-def _group_column_place(groups: int) -> str:
-    """Return the `Column.place` of the AUROC columns of that many unknown groups."""
-    if groups == 1:
+def _group_column_visibility(num_groups: int) -> str:
+    """Return the `visibility` of the AUROC columns if there are this many unknown groups."""
+    if num_groups == 1:
         return "first"
-    if groups <= MAX_WIDE_COLUMNS:
+    if num_groups <= MAX_WIDE_COLUMNS:
         return "wide"
     return "more"
 
 
-def cells(
+def make_cells(
     content: Content, summaries: Sequence[MethodSummary], row_summary: MethodSummary
 ) -> list[dict[str, Any]]:
-    """Return the cells of a row, in the order of `columns`.
+    """Return the cells of a method's row, in the order of `list_columns`.
 
     Args:
         content: The content of the report.
-        summaries: The summaries of all methods. Those that are for use decide the range of
-            whiskers.
-        row_summary: The summary of the method in this row.
+        summaries: The summaries of all methods. The range of whiskers is that of the methods that
+            are not only for comparison with the paper.
+        row_summary: The summary of the row's method.
 
     Returns:
         For each cell its text, the key to sort by, and the positions of the dot and the whisker
         (see `_estimate_cell`).
     """
-    unused = not_for_use(content)
-    areas: list[Estimate] = []
-    lifts: list[Estimate] = []
+    methods_not_for_use = not_for_use(content)
+    aurocs: list[Estimate] = []
+    raulcs: list[Estimate] = []
     for summary in summaries:
-        if summary.method in unused:
+        if summary.method in methods_not_for_use:
             continue
-        areas += summary.auroc
+        aurocs += summary.auroc
         if summary.mean_auroc is not None:
-            areas.append(summary.mean_auroc)
+            aurocs.append(summary.mean_auroc)
         if summary.raulc is not None:
-            lifts.append(summary.raulc)
-    area_span, lift_span = _span(areas, 0.5), _span(lifts, 0.0)
+            raulcs.append(summary.raulc)
+    auroc_range = _whisker_range(aurocs, chance=0.5)
+    raulc_range = _whisker_range(raulcs, chance=0.0)
     row_cells = []
     if len(content.unknown) > 1 and row_summary.mean_auroc is not None:
-        row_cells.append(_estimate_cell(row_summary.mean_auroc, 100, 1, area_span))
-    for area in row_summary.auroc:
-        row_cells.append(_estimate_cell(area, 100, 1, area_span))
-    for precision in row_summary.aupr:
-        row_cells.append(_plain_cell(f"{100 * precision:.1f}", precision))
+        row_cells.append(
+            _estimate_cell(row_summary.mean_auroc, scale=100, digits=1, whisker_range=auroc_range)
+        )
+    for auroc in row_summary.auroc:
+        row_cells.append(_estimate_cell(auroc, scale=100, digits=1, whisker_range=auroc_range))
+    for aupr in row_summary.aupr:
+        row_cells.append(_plain_cell(f"{100 * aupr:.1f}", aupr))
     if row_summary.raulc is not None:
-        row_cells.append(_estimate_cell(row_summary.raulc, 1, 3, lift_span))
+        row_cells.append(
+            _estimate_cell(row_summary.raulc, scale=1, digits=3, whisker_range=raulc_range)
+        )
     if content.costs:
         row_cells.append(_cost_cell(row_summary.cost))
     return row_cells
@@ -156,7 +198,7 @@ def format_cost(cost: int | float) -> str:
 def describe_comparison(
     content: Content, summaries: Sequence[MethodSummary], verdict: Verdict
 ) -> list[str]:
-    """Describe the table in sentences, which call a method best only if it is above chance.
+    """Describe the comparison in sentences; a method is only called best if it is above chance.
 
     Args:
         content: The content of the report.
@@ -165,22 +207,24 @@ def describe_comparison(
     """
     if verdict.highest is None:
         return [_explain_no_comparison(content)]
-    # The name of `MethodSummary.main`, its value at chance, and how it is formatted.
-    measure, chance, scale, digits = "AUROC", "50 %", 100, 1
+    # The name of the measure `MethodSummary.main`, and its value at chance.
+    measure, chance = "AUROC", "50 %"
     if len(content.unknown) > 1:
         measure = "mean AUROC"
     elif not content.unknown:
-        measure, chance, scale, digits = "rAULC", "0", 1, 3
-    texts = {}
+        measure, chance = "rAULC", "0"
+    # AUROC is formatted in percent with one decimal, rAULC with three decimals.
+    scale, digits = (100, 1) if content.unknown else (1, 3)
+    text_by_method = {}
     for summary in summaries:
         if summary.main is not None:
-            texts[summary.method] = _format_estimate(summary.main, scale, digits)
+            text_by_method[summary.method] = _format_estimate(summary.main, scale, digits)
     highest = verdict.highest.method
-    sentences = [f"{highest} has the highest {measure}, {texts[highest]}."]
+    sentences = [f"{highest} has the highest {measure}, {text_by_method[highest]}."]
     if verdict.best is None:
         sentences = [
             f"No method does better than chance here ({chance}): the highest {measure}, "
-            f"of {highest}, is {texts[highest]}."
+            f"of {highest}, is {text_by_method[highest]}."
         ]
     if len(verdict.tied) == 1:
         sentences.append("The interval of 1 other method overlaps (tinted).")
@@ -188,20 +232,20 @@ def describe_comparison(
         count = len(verdict.tied)
         sentences.append(f"The intervals of {count} other methods overlap (tinted).")
     default = find_default(content)
-    if default not in (None, highest) and default in texts:
-        sentences.append(f"The default, {default}, has {texts[default]}.")
+    if default not in (None, highest) and default in text_by_method:
+        sentences.append(f"The default, {default}, has {text_by_method[default]}.")
     return sentences
 
 
 def _explain_no_comparison(content: Content) -> str:
     """Return why no method can be called better than another."""
     correct = content.known.correct
-    start = "Methods cannot be compared on these images: there are no unknown images to detect"
+    beginning = "Methods cannot be compared on these images: there are no unknown images to detect"
     if correct is None:
-        return f"{start}, and no labels that show which predictions are wrong."
+        return f"{beginning}, and no labels that show which predictions are wrong."
     if correct.all():
-        return f"{start}, and every prediction is right."
-    return f"{start}, and no prediction is right."
+        return f"{beginning}, and every prediction is right."
+    return f"{beginning}, and no prediction is right."
 
 
 def _format_estimate(estimate: Estimate, scale: int, digits: int) -> str:
@@ -209,7 +253,7 @@ def _format_estimate(estimate: Estimate, scale: int, digits: int) -> str:
 
     Args:
         estimate: The value and its interval.
-        scale: The factor of the numbers; 100 gives percent.
+        scale: The factor of the printed numbers; 100 prints percent.
         digits: The number of decimals.
     """
     value = f"{estimate.value:.{digits}f}"
@@ -223,7 +267,7 @@ def _format_interval(estimate: Estimate, scale: int, digits: int) -> str:
 
     Args:
         estimate: The value and its interval.
-        scale: The factor of the numbers.
+        scale: The factor of the printed numbers.
         digits: The number of decimals.
     """
     if not math.isfinite(estimate.low):
@@ -231,26 +275,29 @@ def _format_interval(estimate: Estimate, scale: int, digits: int) -> str:
     return f"[{scale * estimate.low:.{digits}f}, {scale * estimate.high:.{digits}f}]"
 
 
-def _span(estimates: Sequence[Estimate], chance: float) -> Span:
-    """Return the range of whiskers: of some estimates and their intervals, with a margin.
+def _whisker_range(estimates: Sequence[Estimate], chance: float) -> WhiskerRange:
+    """Return the range that the whiskers of some estimates are drawn on, with a margin.
 
-    Below chance, the range is at most a tenth as long as above it: worse methods end at its edge.
+    Below chance, the range is at most a tenth as long as above it; whiskers of worse methods are
+    cut off at its end.
 
     Args:
-        estimates: The estimates of the methods that are for use.
-        chance: The measure of a random score.
+        estimates: The estimates of a measure, for the methods whose whiskers decide the range.
+        chance: The value of the measure for random scores.
     """
     ends = []
     for estimate in estimates:
         for end in (estimate.low, estimate.value, estimate.high):
             if math.isfinite(end):
                 ends.append(end)
+    # Without estimates no whisker is drawn, but the range must have a length.
     if not ends:
         ends = [0.0, 1.0]
     low, high = min(ends), max(ends)
     low = max(low, chance - 0.1 * abs(high - chance))
+    # If all values are equal, the range would have no length without the second margin.
     margin = 0.04 * (high - low) or 0.05
-    return Span(low - margin, high + margin, chance)
+    return WhiskerRange(low=low - margin, high=high + margin, chance=chance)
 
 
 def _plain_cell(text: str, key: int | float | str) -> dict[str, Any]:
@@ -258,36 +305,39 @@ def _plain_cell(text: str, key: int | float | str) -> dict[str, Any]:
 
     Args:
         text: The text of the cell.
-        key: The key to sort by.
+        key: The value that sorts the rows by this column.
     """
     return {"text": text, "key": key, "range": "", "whisker": None}
 
 
-def _estimate_cell(estimate: Estimate, scale: int, digits: int, span: Span) -> dict[str, Any]:
+def _estimate_cell(
+    estimate: Estimate, scale: int, digits: int, whisker_range: WhiskerRange
+) -> dict[str, Any]:
     """Return a cell with a dot and a whisker.
 
     Args:
         estimate: The value and its interval.
-        scale: The factor of the numbers in the text; 100 gives percent.
+        scale: The factor of the printed numbers; 100 prints percent.
         digits: The number of decimals.
-        span: The range that the whisker is drawn on.
+        whisker_range: The range that the whisker is drawn on.
 
     Returns:
-        The text, the key to sort by, the interval as text, and in percent of the cell's width the
-        left end and the width of the whisker, the place of the dot (`at`), and the place of chance
-        (-1 if it is outside).
+        The `text`; the `key` to sort by; the interval as text (`range`); and the `whisker`, in
+        percent of the cell's width: its left end (`low`) and `width`, and the positions of the dot
+        (`at`) and of `chance` (-1 if it is outside of the range).
     """
     low, high = estimate.low, estimate.high
+    # Without an interval, the whisker has no length.
     if not math.isfinite(low):
         low, high = estimate.value, estimate.value
     whisker = {
-        "low": span.place(low),
-        "width": round(span.place(high) - span.place(low), 2),
-        "at": span.place(estimate.value),
+        "low": whisker_range.position_of(low),
+        "width": round(whisker_range.position_of(high) - whisker_range.position_of(low), 2),
+        "at": whisker_range.position_of(estimate.value),
         "chance": -1.0,
     }
-    if span.low < span.chance < span.high:
-        whisker["chance"] = span.place(span.chance)
+    if whisker_range.low < whisker_range.chance < whisker_range.high:
+        whisker["chance"] = whisker_range.position_of(whisker_range.chance)
     return {
         "text": f"{scale * estimate.value:.{digits}f}",
         "key": estimate.value,

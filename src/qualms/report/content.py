@@ -20,10 +20,11 @@ class Group:
     Args:
         name: The name of the group on the page.
         images: The images.
-        scores: By method, the scores of the images, of shape [n].
+        scores: A dict from the name of each method to the scores of the n images, of shape [n].
         predicted: The predicted class of each image, of shape [n].
-        labels: The true class of each image, as a number of `images.classes`, if it is known.
-        confidence: The probability of each predicted class, if it is known.
+        labels: The true class of each image, of shape [n], as an index into `images.classes`; None
+            if it is not known.
+        confidence: The probability of each predicted class, of shape [n]; None if it is not known.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Group:
         """Raise an error unless there is one finite value per image.
 
         Args:
-            what: The name of the values in errors.
+            what: What error messages call the values.
             values: The values, of shape [n]; None if they are not known.
         """
         if values is None:
@@ -105,10 +106,11 @@ class Content:
         unknown: Groups of other images, which scores should distinguish from the known ones.
         about: Short facts by name, such as the network's name and the seed.
         costs: The cost of each method in forward passes: a number, or words such as `method.cost`.
-        layers: By method, the contributions of layers to its scores.
+        layers: A dict from the names of methods to the contributions of layers to their scores.
         cycles: Rows of active learning, as `qualms.tasks.active` yields them.
-        kinds: The methods by the names that the scores have; names that are specs need none.
-        left_out: The methods that could not be used, and why.
+        kinds: A dict from the names of methods, as in `scores`, to the methods. Names that are
+            specs, such as `regrad+layers`, may be left out.
+        left_out: Rows of the methods that could not be used, with reasons.
         classes: The names of the network's classes; by default those of the known images.
     """
 
@@ -135,11 +137,12 @@ class Content:
             raise QualmsError(
                 f"two groups of images have the same name, among {', '.join(names)}; rename one."
             )
-        self._require_layers_of(names)
+        self._require_known_layers(names)
 
     def _require_same_methods(self) -> None:
         """Raise an error unless all groups have scores by the same methods."""
         for group in self.unknown:
+            # The methods with scores of only one of the two groups.
             difference = set(group.scores) ^ set(self.known.scores)
             if difference:
                 raise QualmsError(
@@ -147,11 +150,11 @@ class Content:
                     f"{min(difference)}; score every group with the same methods."
                 )
 
-    def _require_layers_of(self, names: list[str]) -> None:
-        """Raise an error if layers belong to a method without scores or to an unknown group.
+    def _require_known_layers(self, names: list[str]) -> None:
+        """Raise an error if `layers` has a method without scores, or names no group of the report.
 
         Args:
-            names: The names of the groups.
+            names: The names of the report's groups.
         """
         for method, layers in self.layers.items():
             if method not in self.known.scores:

@@ -27,8 +27,9 @@ def layers_of(
 ) -> dict[str, LayerContributions]:
     """Compute Σ_c w_c ‖∇ log p_c‖ of each layer for the first `MAX_IMAGES` images of each group.
 
-    The sum is over the classes c, whose weights w_c the method decides. Smoothing is left out. Only
-    methods that are such sums have layers.
+    p_c is the predicted probability of class c, the gradient is with respect to the layer's
+    parameters, and the method decides the weights w_c of the classes. Smoothing is left out. Other
+    methods than such sums have no layers.
 
     Args:
         network: The network that is scored.
@@ -36,7 +37,7 @@ def layers_of(
         methods: The methods by name.
 
     Returns:
-        The contributions of layers, for each method that has layers.
+        A dict from the name of each method that has layers to the contributions of its layers.
     """
     if not any(map(has_layers, methods.values())):
         return {}
@@ -48,13 +49,13 @@ def layers_of(
         group_names += [group.name] * len(images)
     names, sums = layer_sums(network.model, torch.cat(inputs), methods)
     contributions = {}
-    for method, values in sums.items():
-        contributions[method] = LayerContributions(names, values, group_names)
+    for method, method_sums in sums.items():
+        contributions[method] = LayerContributions(names, method_sums, group_names)
     return contributions
 
 
 def has_layers(method: Method) -> bool:
-    """Whether a method's score is a sum of the gradient norms of classes, layer by layer."""
+    """Whether a method's score is a sum, over layers and classes, of norms of gradients."""
     return isinstance(method, GradientScore) and method.direction == "classes"
 
 
@@ -66,32 +67,38 @@ def layer_sums(
 ) -> tuple[list[str], dict[str, Float[np.ndarray, "b l"]]]:
     """Compute the contribution of each layer to the scores of a batch, without smoothing.
 
+    A layer's contribution is its term in the sum over layers that is the score.
+
     Args:
         model: A classifier.
-        x: A batch of the model's inputs, of shape [b, ...].
+        x: A batch of b inputs of the model, of shape [b, ...].
         methods: The methods by name; methods without layers (see `has_layers`) are left out.
         settings: The settings of the engine, which may sample the classes; by default those of a
             new scorer.
 
     Returns:
-        The names of the layers, and for each method an array of shape [b, layers].
+        The names of the layers, and a dict from the name of each method to an array of shape
+        [b, layers].
     """
     settings = settings or Settings()
     layers: list[str] = []
     sums_by_method: dict[str, np.ndarray] = {}
-    with preserve_state(model) as inner:
-        context = BatchContext(ModelContext(inner), x)
-        model_context = context.model_context
-        classes = context.logits.shape[1]
-        model_context.settings = resolve_engine(settings, inner, x, classes, model_context.cache)
+    with preserve_state(model) as unwrapped_model:
+        model_context = ModelContext(unwrapped_model)
+        context = BatchContext(model_context, x)
+        num_classes = context.logits.shape[1]
+        model_context.settings = resolve_engine(
+            settings, unwrapped_model, x, num_classes, model_context.cache
+        )
         for name, method in methods.items():
             if not (isinstance(method, GradientScore) and has_layers(method)):
                 continue
             layers, sums = replace(method, smooth=None).layer_sums(context)
-            values = sums.cpu()
+            sums = sums.cpu()
+            # With `+layers`, the score is a weighted sum over layers.
             if method.layers is not None:
-                values = values * layer_weights(len(layers), method.layers)
-            sums_by_method[name] = values.numpy()
+                sums = sums * layer_weights(len(layers), method.layers)
+            sums_by_method[name] = sums.numpy()
     return [layer_name(model, layer) for layer in layers], sums_by_method
 
 

@@ -24,10 +24,10 @@ from qualms.report.offline import (
     write_html,
 )
 
-MAX_IMAGES = 12  # that are shown; the numbers are of all
-# Steps of the threshold, each half a percent of the known pixels.
+MAX_IMAGES = 12  # images that are shown; the numbers of the page are over all images
+# The number of thresholds: from one to the next, half a percent more known pixels are accepted.
 STEPS = 200
-NO_SCORE = 255
+NO_SCORE = 255  # the level of pixels without a score
 COVERAGE = 95  # the first threshold, in percent
 # The colors of Okabe and Ito, and a few more; the first class is often the background.
 COLORS = [
@@ -44,7 +44,8 @@ COLORS = [
     "#8c6bb1",
 ]
 UNKNOWN_COLOR = "#ff2fd0"
-MEASURES = {  # what the table shows: its heading, and an explanation
+# By measure, the heading of its column in the table, and an explanation.
+MEASURES = {
     "auroc": ("AUROC", "unknown against known pixels, pooled over all images"),
     "aupr": ("AUPR", "average precision, with unknown pixels as the positive class"),
     "fpr95": ("FPR95", "known pixels that are flagged when 95 % of the unknown ones are"),
@@ -63,11 +64,11 @@ class Maps:
         title: The title of the page.
         images: The images. The page shows the first `MAX_IMAGES`; its numbers are over all.
         prediction: The predicted class of each pixel.
-        scores: By method, the score of each pixel; NaN where there is none.
-        labels: The class of each pixel, if it is known.
+        scores: A dict from the name of each method to a map of scores; NaN where there is no score.
+        labels: The true class of each pixel; None if it is not known.
         classes: The names of the network's classes.
-        unknown: Labels of what the network was not trained on.
-        ignore_index: The label of pixels that do not count.
+        unknown: The labels of classes that the network was not trained on.
+        ignore_index: The label of pixels that are left out of all numbers.
         about: Short facts by name, such as the network's name and the seed.
     """
 
@@ -90,14 +91,14 @@ class Maps:
             self._require_shape(f"the scores of {method}", scores)
         self._require_shape("the labels", self.labels)
         for method, scores in self.scores.items():
-            if not np.isfinite(scores[self.counts]).any():
+            if not np.isfinite(scores[self.is_counted]).any():
                 raise QualmsError(f"{method} has no score at any pixel that counts; leave it out.")
 
     def _require_shape(self, what: str, values: np.ndarray | None) -> None:
         """Raise an error unless a map has one value per pixel.
 
         Args:
-            what: The name of the map in errors.
+            what: What error messages call the map.
             values: The map; None if it is not known.
         """
         shape = (len(self.images), *self.images.size)
@@ -108,25 +109,25 @@ class Maps:
             )
 
     @property
-    def counts(self) -> Bool[np.ndarray, "n h w"]:
-        """Whether each pixel has a label that counts; all of them if there are no labels."""
+    def is_counted(self) -> Bool[np.ndarray, "n h w"]:
+        """Whether each pixel counts: its label is not `ignore_index`, or there are no labels."""
         if self.labels is None:
             return np.ones(self.prediction.shape, bool)
         return self.labels != self.ignore_index
 
     @property
     def is_unknown(self) -> Bool[np.ndarray, "n h w"]:
-        """Whether each pixel shows what the network was not trained on."""
+        """Whether each pixel counts and has a label in `unknown`; False if there are no labels."""
         if self.labels is None:
             return np.zeros(self.prediction.shape, bool)
-        return np.isin(self.labels, list(self.unknown)) & self.counts
+        return np.isin(self.labels, list(self.unknown)) & self.is_counted
 
 
 def write_maps(maps: Maps, path: str | Path) -> Path:
     """Write a page of maps as one HTML file.
 
     Args:
-        maps: What it shows.
+        maps: The content of the page.
         path: The file.
 
     Returns:
@@ -136,15 +137,15 @@ def write_maps(maps: Maps, path: str | Path) -> Path:
     require_writable(path)
     rows = _rank_methods(maps)
     methods = [row["method"] for row in rows]
-    colors = _colors(maps)
-    shown = range(min(MAX_IMAGES, len(maps.images)))
+    colors = _colors_by_class(maps)
+    shown_indices = range(min(MAX_IMAGES, len(maps.images)))
     has_unknown = bool(maps.is_unknown.any())
     known = "pixels"
     if has_unknown:
         known = "known pixels"
     data = {
         "size": _subsample(maps.prediction[0]).shape,
-        "methods": [_method_data(maps, method, shown) for method in methods],
+        "methods": [_method_data(maps, method, shown_indices) for method in methods],
     }
     html = render_template(
         "page.maps.html.jinja",
@@ -156,11 +157,12 @@ def write_maps(maps: Maps, path: str | Path) -> Path:
         has_unknown=has_unknown,
         labeled=maps.labels is not None,
         methods=methods,
+        # All methods have the same measures.
         columns={key: MEASURES[key] for key in rows[0] if key != "method"},
         rows=rows,
         coverage=COVERAGE,
-        legend=_legend(maps, colors),
-        scenes=[_scene(maps, i, colors) for i in shown],
+        legend=_legend_entries(maps, colors),
+        scenes=[_image_data(maps, index, colors) for index in shown_indices],
         total=len(maps.images),
         data=data,
     )
@@ -172,15 +174,16 @@ def _rank_methods(maps: Maps) -> list[dict[str, Any]]:
 
     Without unknown pixels, the order is that of the AUROC of wrong predictions.
     """
-    rows = [{"method": method, **_measures(maps, method)} for method in maps.scores]
+    rows = [{"method": method, **_compute_measures(maps, method)} for method in maps.scores]
+    # Negative, since `sorted` is ascending.
     return sorted(rows, key=lambda row: -row.get("auroc", row.get("wrong", 0.0)))
 
 
-def _measures(maps: Maps, method: str) -> dict[str, float]:
-    """Compute the measures of a method by name: those of `MEASURES` that the labels allow.
+def _compute_measures(maps: Maps, method: str) -> dict[str, float]:
+    """Compute the measures of a method, as a dict with keys of `MEASURES`.
 
-    Without labels there are none. Detection needs unknown pixels, and `wrong` needs right and wrong
-    predictions for known pixels.
+    Without labels, the dict is empty. `wrong` needs known pixels with right and with wrong
+    predictions; the other measures need unknown pixels.
     """
     if maps.labels is None:
         return {}
@@ -188,75 +191,77 @@ def _measures(maps: Maps, method: str) -> dict[str, float]:
     measures: dict[str, float] = {}
     if maps.is_unknown.any():
         measures |= pixel_metrics(scores, maps.labels, maps.unknown, maps.ignore_index)
-    known = maps.counts & ~maps.is_unknown
-    right = known & (maps.prediction == maps.labels)
-    wrong = known & ~right
-    if right.any() and wrong.any():
-        measures["wrong"] = auroc(scores[right], scores[wrong])
+    is_known = maps.is_counted & ~maps.is_unknown
+    is_right = is_known & (maps.prediction == maps.labels)
+    is_wrong = is_known & ~is_right
+    if is_right.any() and is_wrong.any():
+        measures["wrong"] = auroc(scores[is_right], scores[is_wrong])
     return measures
 
 
-def _scene(maps: Maps, i: int, colors: Mapping[int, str]) -> dict[str, str]:
-    """Return the name of an image, and its pictures as data URLs.
+def _image_data(maps: Maps, index: int, colors: Mapping[int, str]) -> dict[str, str]:
+    """Return the name of an image; and as data URLs the image, its predicted and its true classes.
 
     Args:
         maps: The content of the page.
-        i: The index of the image.
+        index: The index of the image.
         colors: The color of each class.
     """
-    name = f"image {i}"
+    name = f"image {index}"
     if maps.images.ids:
-        name = maps.images.ids[i]
+        name = maps.images.ids[index]
     scene = {
         "name": name,
-        "image": image_url(maps.images, i),
-        "prediction": _paint(maps.prediction[i], colors),
+        "image": image_url(maps.images, index),
+        "prediction": _paint_classes(maps.prediction[index], colors),
     }
     if maps.labels is not None:
-        scene["label"] = _paint(maps.labels[i], colors)
+        scene["label"] = _paint_classes(maps.labels[index], colors)
     return scene
 
 
-def _method_data(maps: Maps, method: str, shown: range) -> dict[str, Any]:
+def _method_data(maps: Maps, method: str, shown_indices: range) -> dict[str, Any]:
     """Return what the page's script reads about a method.
 
-    These are the thresholds, and for each of them the share of known pixels that it accepts
-    (`accepted`), of unknown pixels that it flags (`flagged`), and of right predictions among the
-    accepted known pixels (`right`); and for each shown pixel how many thresholds flag it
-    (`levels`). Threshold k accepts k of `STEPS` equal shares of the known pixels.
+    A pixel is accepted if its score is at most the threshold, otherwise flagged. Threshold k
+    accepts k of `STEPS` equal shares of the known pixels. The dict has the `thresholds`; for each
+    of them the share of known pixels that it accepts (`accepted`), of unknown pixels that it flags
+    (`flagged`), and of right predictions among the accepted known pixels (`right`); and for each
+    shown pixel how many thresholds flag it (`levels`).
 
     Args:
         maps: The content of the page.
         method: The name of the method.
-        shown: The indices of the images that are shown.
+        shown_indices: The indices of the images that are shown.
     """
     scores = maps.scores[method].astype(np.float64)
-    counts = maps.counts & np.isfinite(scores)
-    known = np.sort(scores[counts & ~maps.is_unknown])
-    unknown = np.sort(scores[counts & maps.is_unknown])
+    is_counted = maps.is_counted & np.isfinite(scores)
+    known_scores = np.sort(scores[is_counted & ~maps.is_unknown])
+    unknown_scores = np.sort(scores[is_counted & maps.is_unknown])
     shares = np.arange(1, STEPS + 1) / STEPS
-    # Subtracting 1e-9 keeps rounding errors from moving a whole number to the next one.
-    places = np.ceil(shares * len(known) - 1e-9).astype(int) - 1
-    thresholds = known[places]
-    accepted = np.searchsorted(known, thresholds, "right")
+    # Threshold k is the score that k of `STEPS` shares of the known pixels do not exceed.
+    # Subtracting 1e-9 keeps rounding errors from moving an integer to the next one.
+    threshold_indices = np.ceil(shares * len(known_scores) - 1e-9).astype(int) - 1
+    thresholds = known_scores[threshold_indices]
+    num_accepted = np.searchsorted(known_scores, thresholds, "right")
     data: dict[str, Any] = {
         "name": method,
         "thresholds": pack_array(thresholds),
-        "accepted": pack_array(accepted / len(known)),
+        "accepted": pack_array(num_accepted / len(known_scores)),
         "flagged": None,
         "right": None,
         "levels": [],
     }
-    if len(unknown):
-        passed = np.searchsorted(unknown, thresholds, "right") / len(unknown)
-        data["flagged"] = pack_array(1 - passed)
+    if len(unknown_scores):
+        share_accepted = np.searchsorted(unknown_scores, thresholds, "right") / len(unknown_scores)
+        data["flagged"] = pack_array(1 - share_accepted)
     if maps.labels is not None:
-        is_right = counts & ~maps.is_unknown & (maps.prediction == maps.labels)
-        right = np.sort(scores[is_right])
-        accepted_right = np.searchsorted(right, thresholds, "right")
-        data["right"] = pack_array(accepted_right / accepted)
-    for i in shown:
-        levels = _subsample(threshold_levels(scores[i], thresholds))
+        is_right = is_counted & ~maps.is_unknown & (maps.prediction == maps.labels)
+        right_scores = np.sort(scores[is_right])
+        num_accepted_right = np.searchsorted(right_scores, thresholds, "right")
+        data["right"] = pack_array(num_accepted_right / num_accepted)
+    for index in shown_indices:
+        levels = _subsample(threshold_levels(scores[index], thresholds))
         data["levels"].append(pack_array(levels.reshape(-1)))
     return data
 
@@ -275,56 +280,57 @@ def threshold_levels(
 
 
 def _subsample(values: Shaped[np.ndarray, "h w *c"]) -> Shaped[np.ndarray, "k l *c"]:
-    """Keep every k-th row and column, so that no side has more than `MAX_SIDE` pixels.
+    """Keep every `step`-th row and column, so that no side has more than `MAX_SIDE` pixels.
 
-    Pixels are not averaged, since classes and levels have no mean.
+    Pixels are not averaged, since a mean of class indices or levels says nothing.
     """
     step = math.ceil(max(values.shape[:2]) / MAX_SIDE)
     return values[::step, ::step]
 
 
-def _colors(maps: Maps) -> dict[int, str]:
-    """Return the color of each class that occurs or has a name, by the number of the class.
+def _colors_by_class(maps: Maps) -> dict[int, str]:
+    """Return a dict from each class (its index) that occurs or has a name to its color.
 
-    All unknown classes have one color; ignored pixels have none.
+    All unknown classes have the same color; `ignore_index` has none.
     """
     occurring = set(np.unique(maps.prediction).tolist())
     if maps.labels is not None:
         occurring |= set(np.unique(maps.labels).tolist())
     known = occurring | set(range(len(maps.classes)))
     known -= {*maps.unknown, maps.ignore_index}
-    colors = {number: _color(number) for number in sorted(known)}
-    for number in sorted(occurring & set(maps.unknown)):
-        colors[number] = UNKNOWN_COLOR
+    colors = {class_index: _class_color(class_index) for class_index in sorted(known)}
+    for class_index in sorted(occurring & set(maps.unknown)):
+        colors[class_index] = UNKNOWN_COLOR
     return colors
 
 
-def _color(number: int) -> str:
-    """Return the color of a class: from `COLORS`, and beyond these from around the color wheel."""
-    if 0 <= number < len(COLORS):
-        return COLORS[number]
-    # The golden angle sets consecutive numbers far apart.
-    hue = number * 0.618 % 1
+def _class_color(class_index: int) -> str:
+    """Return the color of a class, such as `#56b4e9`: from `COLORS`, or else a hue of its own."""
+    if 0 <= class_index < len(COLORS):
+        return COLORS[class_index]
+    # Steps of 0.618 of the circle, the golden ratio, give consecutive classes distant hues.
+    hue = class_index * 0.618 % 1
     red, green, blue = colorsys.hsv_to_rgb(hue, 0.55, 0.9)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
-def _legend(maps: Maps, colors: Mapping[int, str]) -> list[tuple[str, str]]:
-    """Return the legend: names of classes with their colors; all unknown classes share an entry."""
+def _legend_entries(maps: Maps, colors: Mapping[int, str]) -> list[tuple[str, str]]:
+    """Return the names and colors of classes for the legend; all unknown classes share an entry."""
     classes = tuple(maps.classes)
     entries = []
-    for number, color in colors.items():
-        if number not in maps.unknown:
-            entries.append((class_name(number, classes), color))
+    for class_index, color in colors.items():
+        if class_index not in maps.unknown:
+            entries.append((class_name(class_index, classes), color))
     if maps.is_unknown.any():
         entries.append(("unknown", UNKNOWN_COLOR))
     return entries
 
 
-def _paint(classes: Int[np.ndarray, "h w"], colors: Mapping[int, str]) -> str:
-    """Return one image's map of classes as a data URL; pixels of other classes are transparent."""
-    small = _subsample(classes)
-    picture = np.zeros((*small.shape, 4), np.uint8)
-    for number, color in colors.items():
-        picture[small == number] = (*bytes.fromhex(color[1:]), 255)
+def _paint_classes(classes: Int[np.ndarray, "h w"], colors: Mapping[int, str]) -> str:
+    """Draw an image's map of classes as a data URL; classes without color are transparent."""
+    subsampled = _subsample(classes)
+    picture = np.zeros((*subsampled.shape, 4), np.uint8)
+    for class_index, color in colors.items():
+        # Red, green and blue of a color such as `#56b4e9`, without transparency.
+        picture[subsampled == class_index] = (*bytes.fromhex(color[1:]), 255)
     return png_url(pillow().fromarray(picture))

@@ -15,16 +15,16 @@ from qualms.report.content import Content, LayerContributions
 from qualms.report.roles import not_for_use
 from qualms.tasks.rows import CycleRow, Row
 
-MAX_POINTS = 300  # points of a curve that is drawn
+MAX_POINTS = 300  # the maximum number of points of a curve that is drawn
 # An axis is logarithmic if the middle 90 % of the scores span this factor.
 LOG_AXIS_RATIO = 30
-# A logarithmic axis starts no lower than this share of its end, unless a quarter of a group's scores
-# are below that.
+# A logarithmic axis starts no lower than this share of its end, unless a quarter of a group's
+# scores are below that.
 SMALLEST_RATIO = 1e-9
 # The largest share of a group that lies beyond either end of an axis.
 OUTLIERS = 0.01
-MAX_LAYERS = 12  # layers that are shown by name; the others are counted
-# What active learning is judged by.
+MAX_LAYERS = 12  # the maximum number of layers that are shown; further ones are counted
+# The measures of active learning that are drawn: keys of its rows.
 LearningMeasure = Literal["accuracy", "nll"]
 
 
@@ -33,9 +33,9 @@ class Estimate:
     """A measure with its 95 % bootstrap interval over the choice of inputs.
 
     Args:
-        value: The measure of all inputs.
-        low: The lower end of the interval; NaN where too few resamples have a value.
-        high: The upper end of the interval.
+        value: The measure over all inputs.
+        low: The lower end of the interval; NaN if the measure is undefined on too many resamples.
+        high: The upper end of the interval; NaN if `low` is.
     """
 
     value: float
@@ -52,8 +52,9 @@ class MethodSummary:
         mean_auroc: The mean AUROC over the unknown groups; None without such groups.
         auroc: The AUROC of each unknown group against the known images.
         aupr: The AUPR of each unknown group.
-        raulc: rAULC on the known images; None where it is not defined.
-        cost: The cost in forward passes, if it is known.
+        raulc: rAULC (relative area under the lift curve) on the known images; None if it is
+            undefined.
+        cost: The cost in forward passes, as a number or in words; None if it is not known.
     """
 
     method: str
@@ -65,11 +66,12 @@ class MethodSummary:
 
     @property
     def main(self) -> Estimate | None:
-        """What methods are ranked by: mean AUROC, or rAULC where there are no unknown groups."""
+        """The measure that ranks methods: mean AUROC, or rAULC if there are no unknown groups."""
         return self.raulc if self.mean_auroc is None else self.mean_auroc
 
 
-@lru_cache(maxsize=1)  # a table and a page of the same content share it
+# Cached, since a table and a page of the same content both call it.
+@lru_cache(maxsize=1)
 def summarize_methods(content: Content, resamples: int = 1000) -> list[MethodSummary]:
     """Summarize every method, in descending order of `MethodSummary.main`.
 
@@ -84,14 +86,14 @@ def summarize_methods(content: Content, resamples: int = 1000) -> list[MethodSum
 
 
 def _sort_key(summary: MethodSummary) -> float:
-    """Return the key that sorts methods in descending order of `main`; 0 without that measure."""
+    """Return minus the value of `summary.main`, by which summaries are sorted; 0 if it is None."""
     if summary.main is None:
         return 0.0
     return -summary.main.value
 
 
 def _summarize_method(content: Content, method: str, resamples: int) -> MethodSummary:
-    """Compute the measures of a method.
+    """Compute the measures of one method, with their intervals.
 
     Args:
         content: The content of the report.
@@ -101,52 +103,67 @@ def _summarize_method(content: Content, method: str, resamples: int) -> MethodSu
     Returns:
         The summary. With one unknown group, its AUROC is also the mean AUROC.
     """
-    known = content.known.scores[method]
+    known_scores = content.known.scores[method]
     correct = content.known.correct
-    others = [group.scores[method] for group in content.unknown]
-    areas = []
-    precisions = []
-    for other in others:
-        areas.append(_estimate(auroc, known, other, resamples=resamples))
-        precisions.append(aupr(known, other))
-    mean = None
-    if len(others) == 1:
-        mean = areas[0]
-    elif others:
-        mean = _estimate(_mean_auroc, known, *others, resamples=resamples)
-    lift = None
-    if correct is not None and 0 < correct.mean() < 1:  # otherwise rAULC is not defined
-        lift = _estimate(raulc, known, correct, paired=True, resamples=resamples)
+    unknown_scores = [group.scores[method] for group in content.unknown]
+    auroc_estimates = []
+    auprs = []
+    for group_scores in unknown_scores:
+        auroc_estimates.append(
+            _estimate_with_interval(auroc, known_scores, group_scores, resamples=resamples)
+        )
+        auprs.append(aupr(known_scores, group_scores))
+    mean_auroc_estimate = None
+    if len(unknown_scores) == 1:
+        mean_auroc_estimate = auroc_estimates[0]
+    elif unknown_scores:
+        mean_auroc_estimate = _estimate_with_interval(
+            _mean_auroc, known_scores, *unknown_scores, resamples=resamples
+        )
+    raulc_estimate = None
+    # rAULC is only defined if some predictions are right and some are wrong.
+    if correct is not None and 0 < correct.mean() < 1:
+        raulc_estimate = _estimate_with_interval(
+            raulc, known_scores, correct, paired=True, resamples=resamples
+        )
     return MethodSummary(
         method=method,
-        mean_auroc=mean,
-        auroc=areas,
-        aupr=precisions,
-        raulc=lift,
+        mean_auroc=mean_auroc_estimate,
+        auroc=auroc_estimates,
+        aupr=auprs,
+        raulc=raulc_estimate,
         cost=content.costs.get(method),
     )
 
 
 def _mean_auroc(known: np.ndarray, *others: np.ndarray) -> float:
-    """Compute the mean AUROC of several groups against the known images, from the scores of each."""
+    """Compute the mean AUROC of several groups of images against the known images.
+
+    Args:
+        known: The scores of the known images, of shape [n].
+        others: The scores of each other group.
+    """
     return statistics.fmean(auroc(known, other) for other in others)
 
 
-def _estimate(
+def _estimate_with_interval(
     measure: Callable[..., float], *samples: np.ndarray, paired: bool = False, resamples: int
 ) -> Estimate:
-    """Compute a measure and its 95 % interval, which is NaN if too few resamples have a value.
+    """Compute a measure and its 95 % bootstrap interval.
+
+    The ends of the interval are NaN if the measure is undefined on too many resamples.
 
     Args:
-        measure: A function of the samples.
+        measure: Computes the measure from the arrays in `samples`.
         samples: Arrays of scores or outcomes, each of shape [n]; unpaired ones may differ in n.
-        paired: Whether row i of all samples belongs to the same input.
+        paired: Whether element i of all samples belongs to the same input.
         resamples: The number of bootstrap resamples.
     """
     value = measure(*samples)
     try:
         low, high = interval(measure, *samples, paired=paired, resamples=resamples)
-    except QualmsError:  # too few resamples have a value
+    # The measure is undefined on too many resamples.
+    except QualmsError:
         return Estimate(value, float("nan"), float("nan"))
     return Estimate(value, low, high)
 
@@ -168,30 +185,33 @@ class Verdict:
 
 
 def compare_methods(content: Content, summaries: Sequence[MethodSummary]) -> Verdict:
-    """Find the best method; those that are for comparison only (`not_for_use`) do not count.
+    """Find the best method, and the methods that are tied with it.
 
-    A method is tied with the best if its interval reaches the lower end of the best one's.
+    Methods that are only for comparison with the paper (`not_for_use`) are left out. A method is
+    tied with the best one if the upper end of its interval is at least the lower end of the best
+    one's.
 
     Args:
         content: The content of the report.
         summaries: The summaries of all methods, sorted as `summarize_methods` returns them.
     """
-    unused = not_for_use(content)
+    names_not_for_use = not_for_use(content)
     ranked = []
     for summary in summaries:
-        if summary.main is not None and summary.method not in unused:
+        if summary.main is not None and summary.method not in names_not_for_use:
             ranked.append((summary, summary.main))
     if not ranked:
-        return Verdict(None, None, [])
-    highest, best = ranked[0]
+        return Verdict(best=None, highest=None, tied=[])
+    highest_summary, highest_estimate = ranked[0]
     chance = 0.5 if content.unknown else 0.0
-    if not best.low > chance:  # also if it is NaN
-        return Verdict(None, highest, [])
+    # `not ... >`, so that a lower end of NaN does not count as above chance.
+    if not highest_estimate.low > chance:
+        return Verdict(best=None, highest=highest_summary, tied=[])
     tied = []
-    for summary, main in ranked[1:]:
-        if main.high >= best.low:
+    for summary, estimate in ranked[1:]:
+        if estimate.high >= highest_estimate.low:
             tied.append(summary.method)
-    return Verdict(highest, highest, tied)
+    return Verdict(best=highest_summary, highest=highest_summary, tied=tied)
 
 
 @dataclass(frozen=True)
@@ -216,7 +236,7 @@ def score_axis(groups: Sequence[np.ndarray]) -> Axis:
     positive and span orders of magnitude.
 
     Args:
-        groups: The scores of each group, of shape [n].
+        groups: For each group the scores of its n images, of shape [n].
     """
     lows = []
     highs = []
@@ -224,23 +244,25 @@ def score_axis(groups: Sequence[np.ndarray]) -> Axis:
         lows.append(float(np.quantile(scores, OUTLIERS, method="lower")))
         highs.append(float(np.quantile(scores, 1 - OUTLIERS, method="higher")))
     low, high = min(lows), max(highs)
+    # All scores are equal: the axis needs a length anyway.
     if low == high:
         margin = abs(low) / 2 or 0.5
-        return Axis(low - margin, high + margin, False)
-    if not _span_magnitudes(np.concatenate(groups).astype(np.float64)):
-        return Axis(low, high, False)
+        return Axis(low - margin, high + margin, logarithmic=False)
+    if not _spans_magnitudes(np.concatenate(groups).astype(np.float64)):
+        return Axis(low, high, logarithmic=False)
     positive = [scores[scores > 0] for scores in groups]
     pooled = np.concatenate(positive).astype(np.float64)
     # The lowest half percent, such as underflows, does not stretch the axis.
-    start = max(low, float(np.quantile(pooled, 0.005)), SMALLEST_RATIO * high)
+    low_end = max(low, float(np.quantile(pooled, 0.005)), SMALLEST_RATIO * high)
+    # At least three quarters of the positive scores of each group lie on the axis.
     for scores in positive:
         if len(scores):
-            start = min(start, float(np.quantile(scores, 0.25)))
-    return Axis(start, high, True)
+            low_end = min(low_end, float(np.quantile(scores, 0.25)))
+    return Axis(low_end, high, logarithmic=True)
 
 
-def _span_magnitudes(scores: np.ndarray) -> bool:
-    """Whether scores are nonnegative, mostly positive, and span orders of magnitude."""
+def _spans_magnitudes(scores: np.ndarray) -> bool:
+    """Whether no score is negative, most are positive, and these span orders of magnitude."""
     positive = scores[scores > 0]
     if scores.min() < 0 or 2 * len(positive) <= len(scores):
         return False
@@ -249,29 +271,33 @@ def _span_magnitudes(scores: np.ndarray) -> bool:
 
 
 def thin_curve(
-    x: np.ndarray, y: np.ndarray, most: int = MAX_POINTS
+    x: np.ndarray, y: np.ndarray, max_points: int = MAX_POINTS
 ) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " k"]]:
-    """Keep at most `most` points of a curve, evenly along its length and with both ends.
+    """Keep at most `max_points` points of a curve: both ends, the rest at equal distances.
 
     Args:
         x: The first coordinates, of shape [n].
         y: The second coordinates, of shape [n].
-        most: The largest number of points to keep.
+        max_points: The maximum number of points to keep.
 
     Returns:
         The coordinates of the points that are kept.
     """
-    if len(x) <= most:
+    if len(x) <= max_points:
         return x, y
-    steps = np.zeros(len(x) - 1)
+    step_lengths = np.zeros(len(x) - 1)
     for values in (x, y):
-        steps += np.abs(np.diff(values)) / (np.ptp(values) or 1)
-    # The length of the curve up to each point, with both axes scaled to 1.
-    length = np.concatenate([[0.0], np.cumsum(steps)])
-    places = np.searchsorted(length, np.linspace(0, length[-1], most))
-    kept = np.unique(places.clip(0, len(x) - 1))
-    kept[0], kept[-1] = 0, len(x) - 1
-    return x[kept], y[kept]
+        # Each axis is scaled to 1; a constant axis (range 0) adds nothing.
+        step_lengths += np.abs(np.diff(values)) / (np.ptp(values) or 1)
+    # The length of the curve up to each point.
+    path_lengths = np.concatenate([[0.0], np.cumsum(step_lengths)])
+    # At each of `max_points` equal distances along the curve, the next point.
+    indices = np.searchsorted(path_lengths, np.linspace(0, path_lengths[-1], max_points))
+    kept_indices = np.unique(indices.clip(0, len(x) - 1))
+    # Both ends of the curve are kept.
+    kept_indices[0] = 0
+    kept_indices[-1] = len(x) - 1
+    return x[kept_indices], y[kept_indices]
 
 
 @dataclass(frozen=True)
@@ -282,7 +308,7 @@ class LayerShares:
         groups: The names of the groups.
         names: The names of the layers with the largest shares, in the order of the forward pass.
         shares: The mean share of each named layer in each group's scores, [groups, layers].
-        others: The number of layers that are not named.
+        others: The number of layers that are left out.
     """
 
     groups: list[str]
@@ -292,19 +318,20 @@ class LayerShares:
 
 
 def layer_shares(
-    content: Content, layers: LayerContributions, most: int = MAX_LAYERS
+    content: Content, layers: LayerContributions, max_layers: int = MAX_LAYERS
 ) -> LayerShares:
     """Average the layers' shares of the score over the images of each group.
 
     Args:
         content: The content of the report, which has the groups in order.
         layers: The contributions of layers to the scores of single images.
-        most: The largest number of layers to name.
+        max_layers: The maximum number of layers to return: those with the largest shares.
     """
     contributions = layers.contributions.astype(np.float64)
-    total = contributions.sum(1, keepdims=True)
+    totals = contributions.sum(1, keepdims=True)
     shares = np.zeros_like(contributions)
-    np.divide(contributions, total, out=shares, where=total > 0)
+    # Where all contributions are 0, the shares stay 0.
+    np.divide(contributions, totals, out=shares, where=totals > 0)
     group_names = np.array(layers.groups)
     groups = []
     for group in content.groups:
@@ -312,9 +339,14 @@ def layer_shares(
             groups.append(group.name)
     means = np.stack([shares[group_names == name].mean(0) for name in groups])
     # The layers with the largest share in any group, in the order of the forward pass.
-    kept = np.sort(np.argsort(-means.max(0), kind="stable")[:most])
-    names = [layers.names[i] for i in kept]
-    return LayerShares(groups, names, means[:, kept], len(layers.names) - len(kept))
+    kept_layers = np.sort(np.argsort(-means.max(0), kind="stable")[:max_layers])
+    names = [layers.names[i] for i in kept_layers]
+    return LayerShares(
+        groups=groups,
+        names=names,
+        shares=means[:, kept_layers],
+        others=len(layers.names) - len(kept_layers),
+    )
 
 
 @dataclass(frozen=True)
@@ -339,7 +371,7 @@ class LearningCurve:
 def learning_curves(
     cycles: Iterable[Row], measure: LearningMeasure
 ) -> dict[str, list[LearningCurve]]:
-    """Return, by dataset, a learning curve for each method.
+    """Return a dict from each dataset's name to the learning curves of the methods on it.
 
     Args:
         cycles: The rows of active learning; rows of other kinds are ignored.
@@ -347,19 +379,22 @@ def learning_curves(
     """
     rows = [row for row in cycles if row["row"] == "cycle"]
     curves: dict[str, list[LearningCurve]] = {}
-    for data in dict.fromkeys(row["data"] for row in rows):
-        by_method: dict[str, list[CycleRow]] = {}
-        start = []  # before the first pick, which all methods share
+    for dataset in dict.fromkeys(row["data"] for row in rows):
+        rows_by_method: dict[str, list[CycleRow]] = {}
+        # All methods share the cycle 0, which precedes the first pick.
+        rows_before_first_pick = []
         for row in rows:
-            if row["data"] != data:
+            if row["data"] != dataset:
                 continue
             if row["cycle"]:
-                by_method.setdefault(row["method"], []).append(row)
+                rows_by_method.setdefault(row["method"], []).append(row)
             else:
-                start.append(row)
-        curves[data] = []
-        for method, method_rows in by_method.items():
-            curves[data].append(_learning_curve(method, [*start, *method_rows], measure))
+                rows_before_first_pick.append(row)
+        curves[dataset] = []
+        for method, method_rows in rows_by_method.items():
+            curves[dataset].append(
+                _learning_curve(method, [*rows_before_first_pick, *method_rows], measure)
+            )
     return curves
 
 
@@ -370,14 +405,15 @@ def _learning_curve(
 
     Args:
         method: The name of the method.
-        rows: The rows of the method's cycles, of all seeds, and the rows before the first pick.
+        rows: The rows of the method's cycles, for all seeds, and the rows before the first pick.
         measure: The measure that is drawn.
     """
-    values: dict[int, list[float]] = {}
+    values_by_count: dict[int, list[float]] = {}
     for row in rows:
-        values.setdefault(row["labeled"], []).append(row[measure])
-    labeled = sorted(values)
-    values_of_seeds = [values[count] for count in labeled]
+        values_by_count.setdefault(row["labeled"], []).append(row[measure])
+    labeled = sorted(values_by_count)
+    # For each number of labels, the values of all seeds.
+    values_of_seeds = [values_by_count[count] for count in labeled]
     return LearningCurve(
         method=method,
         labeled=labeled,

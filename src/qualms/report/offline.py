@@ -1,4 +1,4 @@
-"""HTML files that contain everything they show: template, styles, scripts and data."""
+"""HTML files that contain all they need: template, styles, scripts and data."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -34,15 +34,15 @@ def write_html(path: str | Path, html: str) -> Path:
         The path of the file.
     """
     path = Path(path)
-    with explain_write_failure(path), atomic_write(path) as part:
-        part.write_text(html, encoding="utf-8")
+    with explain_write_failure(path), atomic_write(path) as temp_path:
+        temp_path.write_text(html, encoding="utf-8")
     return path
 
 
 def render_template(
     template: str, styles: Sequence[str], scripts: Sequence[str], **values: Any
 ) -> str:
-    """Render a template of this folder.
+    """Render a template of the folder `qualms/report`.
 
     Args:
         template: The file name of the template.
@@ -54,6 +54,7 @@ def render_template(
     Returns:
         The text of the page.
     """
+    # Imported here, since it may not be installed (see `require_packages`).
     import jinja2
 
     environment = jinja2.Environment(
@@ -70,50 +71,54 @@ def render_template(
 
 
 def _read_own(name: str) -> str:
-    """Return the text of a file in this folder."""
+    """Return the text of a file in the folder `qualms/report`, such as `page.css`."""
     return (files(__package__) / name).read_text("utf-8")
 
 
 def format_facts(about: Mapping[str, str]) -> list[str]:
-    """Format the facts below the title of a page, such as `seed: 0`."""
+    """Format facts, by name, as lines below the title of a page, such as `Seed: 0`."""
     return [f"{name}: {value}" for name, value in about.items()]
 
 
-def pack_words(names: list[str]) -> dict[str, Any]:
+def pack_words(words: list[str]) -> dict[str, Any]:
     """Encode a list of recurring words for the page's JSON.
 
     Args:
-        names: The words.
+        words: The words.
 
     Returns:
         `words`, the distinct words in the order of their first occurrence, and `codes`, for each
-        item of `names` the index of its word (see `pack_array`).
+        item the index of its word (see `pack_array`).
     """
-    numbers: dict[str, int] = {}
-    codes = []
-    for name in names:
-        codes.append(numbers.setdefault(name, len(numbers)))
-    return {"words": list(numbers), "codes": pack_array(np.array(codes, dtype=np.int32))}
+    index_by_word: dict[str, int] = {}
+    word_indices = []
+    for word in words:
+        word_indices.append(index_by_word.setdefault(word, len(index_by_word)))
+    return {
+        "words": list(index_by_word),
+        "codes": pack_array(np.array(word_indices, dtype=np.int32)),
+    }
 
 
 def pack_array(values: np.ndarray) -> dict[str, str]:
     """Encode an array in base64, without loss.
 
-    Bytes and 32-bit integers keep their type. Other numbers are stored in single precision if that
+    Bytes and 32-bit integers keep their dtype. Other numbers are stored in single precision if that
     represents all of them exactly, otherwise in double precision.
 
     Args:
         values: An array of numbers, of shape [n].
 
     Returns:
-        `kind`, the type of the numbers, such as `f4`; and `bytes`, the numbers in little-endian
+        `kind`, the dtype of the numbers, such as `f4`; and `bytes`, the numbers in little-endian
         order and base64.
     """
     if values.dtype in (np.uint8, np.int32):
+        # `|u1` and `<i4` without their byte order.
         kind = values.dtype.str[1:]
         return {"kind": kind, "bytes": _encode(values, kind)}
     values = values.astype(np.float64)
-    # What overflows becomes infinite, so it is not equal.
+    # A number too large for single precision becomes infinite, and the arrays are not equal then.
     with np.errstate(over="ignore"):
         single = values.astype(np.float32)
     kind = "f8"
@@ -123,6 +128,6 @@ def pack_array(values: np.ndarray) -> dict[str, str]:
 
 
 def _encode(values: np.ndarray, kind: str) -> str:
-    """Return the bytes of an array, as little-endian numbers of a type, in base64."""
-    numbers = values.astype(f"<{kind}")
-    return base64.b64encode(numbers.tobytes()).decode()
+    """Return an array in base64, as little-endian numbers of the dtype `kind`, such as `f4`."""
+    little_endian = values.astype(f"<{kind}")
+    return base64.b64encode(little_endian.tobytes()).decode()

@@ -30,10 +30,12 @@ from qualms.report.offline import (
 )
 from qualms.report.roles import explain_no_default, find_default, find_method, not_for_use
 
-COVERAGE = 95  # the first threshold, in percent of the known images
+COVERAGE = 95  # percent of the known images that the threshold accepts when the page opens
 CURVES = {"roc": "ROC curves", "lift": "Lift curve"}
 CURVE_FIGURES = {"roc": figures.roc_figure, "lift": figures.lift_figure}
-LEARNING: dict[LearningMeasure, tuple[str, str]] = {  # the title of the axis, the best value
+# By measure of active learning, the title of the axis, and whether the `highest` or the `lowest`
+# value is best.
+LEARNING: dict[LearningMeasure, tuple[str, str]] = {
     "accuracy": ("accuracy, %", "highest"),
     "nll": ("negative log-likelihood", "lowest"),
 }
@@ -52,10 +54,10 @@ def write_page(content: Content, path: str | Path, *, resamples: int = 1000) -> 
     """
     require_packages("jinja2", "PIL")
     require_writable(path)
-    return write_html(path, _html(content, summarize_methods(content, resamples)))
+    return write_html(path, _render_page(content, summarize_methods(content, resamples)))
 
 
-def _html(content: Content, summaries: list[MethodSummary]) -> str:
+def _render_page(content: Content, summaries: list[MethodSummary]) -> str:
     """Return the HTML of the page.
 
     Args:
@@ -64,7 +66,7 @@ def _html(content: Content, summaries: list[MethodSummary]) -> str:
     """
     verdict = compare_methods(content, summaries)
     names = [summary.method for summary in summaries]
-    start = _first_method(content, verdict) or names[0]
+    first_method = _first_method(content, verdict) or names[0]
     learning = _learning_figures(content)
     curves = {key: title for key, title in CURVES.items() if _has_curve(content, key)}
     return render_template(
@@ -72,12 +74,12 @@ def _html(content: Content, summaries: list[MethodSummary]) -> str:
         styles=("page.css",),
         scripts=("page.values.js", "page.charts.js", "page.js"),
         title=content.title,
-        facts=_facts(content),
+        facts=_list_facts(content),
         groups=[group.name for group in content.groups],
-        columns=comparison.columns(content, summaries),
+        columns=comparison.list_columns(content, summaries),
         bodies=_table_bodies(content, summaries, verdict),
         summary=comparison.describe_comparison(content, summaries, verdict),
-        start=names.index(start),
+        start=names.index(first_method),
         no_default=explain_no_default(content),
         left_out=content.left_out,
         coverage=COVERAGE,
@@ -87,7 +89,7 @@ def _html(content: Content, summaries: list[MethodSummary]) -> str:
         labeled=content.known.correct is not None,
         layered=bool(content.layers),
         mistakes=_describe_mistakes(content),
-        data=_data(content, names, learning),
+        data=_page_data(content, names, learning),
     )
 
 
@@ -99,8 +101,8 @@ def _first_method(content: Content, verdict: Verdict) -> str | None:
     return default
 
 
-def _facts(content: Content) -> list[str]:
-    """Return the facts below the title: those of the content, and the accuracy if it is known."""
+def _list_facts(content: Content) -> list[str]:
+    """Return the lines below the title: facts of the content, and the accuracy if it is known."""
     facts = format_facts(content.about)
     known = content.known
     if known.correct is not None:
@@ -112,33 +114,33 @@ def _facts(content: Content) -> list[str]:
 def _table_bodies(
     content: Content, summaries: list[MethodSummary], verdict: Verdict
 ) -> list[list[dict[str, Any]]]:
-    """Return the rows of the table in two lists: methods for use, and those for comparison only.
+    """Return the rows of the table in two lists: of methods for use, and for comparison only.
 
     Args:
         content: The content of the page.
         summaries: The summaries of all methods, in the order of the table.
-        verdict: The result of their comparison.
+        verdict: The result of `compare_methods`: which methods are best and tied.
     """
-    unused = not_for_use(content)
+    names_not_for_use = not_for_use(content)
     default = find_default(content)
-    best = []
+    best_and_tied = []
     if verdict.best is not None:
-        best = [verdict.best.method, *verdict.tied]
-    shown: list[dict[str, Any]] = []
-    folded: list[dict[str, Any]] = []
-    for number, summary in enumerate(summaries):
+        best_and_tied = [verdict.best.method, *verdict.tied]
+    rows_for_use: list[dict[str, Any]] = []
+    rows_for_comparison: list[dict[str, Any]] = []
+    for index, summary in enumerate(summaries):
         row = {
             "method": summary.method,
-            "number": number,
-            "cells": comparison.cells(content, summaries, summary),
-            "tied": summary.method in best,
+            "number": index,
+            "cells": comparison.make_cells(content, summaries, summary),
+            "tied": summary.method in best_and_tied,
             "default": summary.method == default,
         }
-        if summary.method in unused:
-            folded.append(row)
+        if summary.method in names_not_for_use:
+            rows_for_comparison.append(row)
         else:
-            shown.append(row)
-    return [shown, folded]
+            rows_for_use.append(row)
+    return [rows_for_use, rows_for_comparison]
 
 
 def _has_curve(content: Content, curve: str) -> bool:
@@ -171,7 +173,7 @@ def _explain_no_curves(content: Content) -> list[str]:
 
 
 def _describe_mistakes(content: Content) -> str:
-    """Return the text above the confident mistakes, or in place of them."""
+    """Return the text of the section of mistakes: how many there are, or why none is shown."""
     known = content.known
     if known.correct is None:
         return f"The images of {known.name} have no labels, so no prediction can be called wrong."
@@ -186,7 +188,7 @@ def _describe_mistakes(content: Content) -> str:
 
 
 def _learning_figures(content: Content) -> list[dict[str, Any]]:
-    """Return the curves of active learning, a figure for each measure and dataset."""
+    """Return the figures of active learning, each with a title: one per measure and dataset."""
     learning = []
     for measure, (title, best) in LEARNING.items():
         for data, curves in learning_curves(content.cycles, measure).items():
@@ -196,8 +198,10 @@ def _learning_figures(content: Content) -> list[dict[str, Any]]:
     return learning
 
 
-def _data(content: Content, methods: list[str], learning: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the page's script reads.
+def _page_data(
+    content: Content, methods: list[str], learning: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the data that the page's script reads, as values for JSON.
 
     Args:
         content: The content of the page.
@@ -215,17 +219,17 @@ def _data(content: Content, methods: list[str], learning: list[dict[str, Any]]) 
         "groups": groups,
         "methods": method_data,
         "wrong": mistakes,
-        "images": _pictures(content, mistakes, galleries),
+        "images": _image_urls(content, mistakes, galleries),
         "learning": learning,
     }
 
 
-def _pictures(
+def _image_urls(
     content: Content,
     mistakes: Sequence[int],
     galleries: Sequence[Sequence[tuple[list[int], list[int]]]],
 ) -> dict[str, str]:
-    """Return the images that the page can show, as data URLs by `group/image`.
+    """Return the images that the page can show, as data URLs.
 
     Args:
         content: The content of the page.
@@ -234,31 +238,33 @@ def _pictures(
             highest scores.
 
     Returns:
-        By keys such as `0/12`, for image 12 of the known images (group 0), a data URL.
+        A dict from keys such as `0/12`, for image 12 of the known images (group 0), to data URLs.
     """
     shown = set()
-    for i in mistakes:
-        shown.add((0, i))
+    for image_index in mistakes:
+        shown.add((0, image_index))
     for gallery in galleries:
-        for group, (lowest, highest) in enumerate(gallery):
-            for i in (*lowest, *highest):
-                shown.add((group, i))
-    pictures = {}
-    for group, i in sorted(shown):
-        pictures[f"{group}/{i}"] = image_url(content.groups[group].images, i)
-    return pictures
+        for group_index, (lowest, highest) in enumerate(gallery):
+            for image_index in (*lowest, *highest):
+                shown.add((group_index, image_index))
+    urls = {}
+    for group_index, image_index in sorted(shown):
+        urls[f"{group_index}/{image_index}"] = image_url(
+            content.groups[group_index].images, image_index
+        )
+    return urls
 
 
 def _group_data(group: Group, classes: tuple[str, ...], is_known: bool) -> dict[str, Any]:
-    """Return what the page's script reads about a group, except for the scores.
+    """Return what the page's script reads about a group of images, except for the scores.
 
     Args:
-        group: The images.
+        group: The images with their predictions.
         classes: The names of the network's classes.
         is_known: Whether these are the known images. Only their predictions are marked right or
             wrong, as labels of other images are not among the network's classes.
     """
-    columns: dict[str, Any] = {
+    group_data: dict[str, Any] = {
         "name": group.name,
         "ids": list(group.images.ids) or None,
         "predicted": _pack_classes(group.predicted, classes),
@@ -267,17 +273,17 @@ def _group_data(group: Group, classes: tuple[str, ...], is_known: bool) -> dict[
         "right": None,
     }
     if group.confidence is not None:
-        columns["confidence"] = pack_array(group.confidence)
+        group_data["confidence"] = pack_array(group.confidence)
     if group.labels is not None:
-        columns["labels"] = _pack_classes(group.labels, group.images.classes)
+        group_data["labels"] = _pack_classes(group.labels, group.images.classes)
     if is_known and group.correct is not None:
-        columns["right"] = pack_array(group.correct.astype(np.uint8))
-    return columns
+        group_data["right"] = pack_array(group.correct.astype(np.uint8))
+    return group_data
 
 
-def _pack_classes(numbers: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
-    """Encode the names of the classes with these numbers [n] for the page's JSON."""
-    return pack_words([class_name(int(number), classes) for number in numbers])
+def _pack_classes(indices: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
+    """Encode the names of n classes, given by their indices [n], for the page's JSON."""
+    return pack_words([class_name(int(index), classes) for index in indices])
 
 
 def _method_data(content: Content, method: str) -> dict[str, Any]:
@@ -304,53 +310,53 @@ def _method_data(content: Content, method: str) -> dict[str, Any]:
 
 
 def _layer_data(content: Content, method: str) -> dict[str, Any]:
-    """Return the chart of the layers that a method's scores come from.
+    """Return the bar chart of each layer's share of a method's scores.
 
     Args:
         content: The content of the page.
         method: The name of the method.
 
     Returns:
-        A sentence as `summary`; and the `bars`, for each layer its name and its share in percent in
-        each of the `groups` (indices). Without layers, there are no bars, and the sentence says
-        why.
+        A sentence as `summary`; the `groups` with layers, as indices into the groups of the report;
+        and the `bars`, for each layer its name and its share in percent in each of these groups.
+        Without layers, there are no bars, and the sentence says why.
     """
     if method not in content.layers:
         return {"summary": _explain_no_layers(content, method), "bars": []}
     layers = layer_shares(content, content.layers[method])
-    parts = []
+    clauses = []
     for name, shares in zip(layers.groups, layers.shares, strict=True):
-        largest = int(shares.argmax())
-        share = figures.format_percent(shares[largest])
-        parts.append(f"in {name} from {layers.names[largest]} ({share})")
-    sentence = f"On average, most of the score comes {_join(parts)}."
+        largest_layer = int(shares.argmax())
+        share = figures.format_percent(shares[largest_layer])
+        clauses.append(f"in {name} from {layers.names[largest_layer]} ({share})")
+    sentence = f"On average, most of the score comes {_join_words(clauses)}."
     if layers.others:
         sentence += f" {layers.others} layers with smaller shares are not shown."
     bars = []
-    for i, layer in enumerate(layers.names):
-        shares = figures.round_digits(100 * layers.shares[:, i], 3)
+    for index, layer in enumerate(layers.names):
+        shares = figures.round_digits(100 * layers.shares[:, index], 3)
         bars.append({"name": layer, "shares": shares})
-    order = [group.name for group in content.groups]
-    groups = [order.index(name) for name in layers.groups]
+    group_names = [group.name for group in content.groups]
+    groups = [group_names.index(name) for name in layers.groups]
     return {"summary": sentence, "bars": bars, "groups": groups}
 
 
 def _explain_no_layers(content: Content, method: str) -> str:
     """Explain why a method's scores have no layers, and name the methods whose scores have them."""
-    kind = find_method(content, method)
-    others = ""
+    found_method = find_method(content, method)
+    other_methods = ""
     if content.layers:
-        others = f" Those of {_join(list(content.layers))} can."
-    if kind is None:
-        return f"The scores of {method} cannot be split by layer.{others}"
+        other_methods = f" Those of {_join_words(list(content.layers))} can."
+    if found_method is None:
+        return f"The scores of {method} cannot be split by layer.{other_methods}"
     why = "does not use gradients"
-    if kind.direction:  # a gradient score, but not a sum over classes
+    if found_method.direction:  # a gradient score, but not a sum over classes
         why = "does not sum the gradients of classes"
-    return f"{method} {why}, so its scores cannot be split by layer.{others}"
+    return f"{method} {why}, so its scores cannot be split by layer.{other_methods}"
 
 
-def _join(parts: Sequence[str]) -> str:
-    """Join words as in `a, b and c`."""
-    if len(parts) == 1:
-        return parts[0]
-    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+def _join_words(words: Sequence[str]) -> str:
+    """Join words or clauses, such as `a, b and c`."""
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} and {words[-1]}"

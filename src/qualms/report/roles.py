@@ -11,11 +11,11 @@ NOT_FOR_USE = ("negrad", "ungrad", "gradnorm")
 
 
 def find_method(content: Content, name: str) -> Method | None:
-    """Return the method with a name, or None if the name is not a spec of a method.
+    """Return the method that a report knows by a name, or that has it as its spec; else None.
 
     Args:
         content: The content of the report, which may name methods in `kinds`.
-        name: The name that the method's scores have.
+        name: The name of the method in the report's scores.
     """
     if name in content.kinds:
         return content.kinds[name]
@@ -26,10 +26,10 @@ def find_method(content: Content, name: str) -> Method | None:
 
 
 def find_default(content: Content) -> str | None:
-    """Return the name of a report's default method: REGrad with layers and smoothing.
+    """Return the name of the default method, REGrad with layers and smoothing, in a report.
 
-    The method with the default settings comes first, then the first with any settings; None if
-    there is neither.
+    If no method of the report has the default settings, the first REGrad with any layers and
+    smoothing is returned; None if there is none.
     """
     if DEFAULT in content.methods:
         return DEFAULT
@@ -40,7 +40,7 @@ def find_default(content: Content) -> str | None:
 
 
 def explain_no_default(content: Content) -> str:
-    """Explain why a report does not open on the default method; empty if it does."""
+    """Explain why a report lacks the default method; return an empty text if the report has it."""
     if find_default(content) is not None:
         return ""
     for row in content.left_out:
@@ -50,18 +50,18 @@ def explain_no_default(content: Content) -> str:
 
 
 def not_for_use(content: Content) -> list[str]:
-    """Return the names of the methods that a report has for comparison with the paper only.
+    """Return the names of a report's methods that are only for comparison with the paper.
 
-    If a report has no other methods, all of its methods are for use, and the list is empty.
+    If the report has no other methods, the list is empty.
     """
-    unused = []
+    names_not_for_use = []
     for name in content.methods:
         method = find_method(content, name)
         if method is not None and method.name in NOT_FOR_USE:
-            unused.append(name)
-    if len(unused) == len(content.methods):
+            names_not_for_use.append(name)
+    if len(names_not_for_use) == len(content.methods):
         return []
-    return unused
+    return names_not_for_use
 
 
 def _is_default(method: Method | None) -> bool:

@@ -25,24 +25,26 @@ AnyRow = TypeVar("AnyRow")
 Key = TypeVar("Key", bound=Hashable)
 
 
-def markdown(head: Line, lines: Iterable[Line]) -> str:
+def markdown_table(headings: Line, lines: Iterable[Line]) -> str:
     """Format an aligned Markdown table.
 
     Args:
-        head: The headings of the columns.
+        headings: The headings of the columns.
         lines: The cells of each line.
 
     Returns:
         The lines of the table, without a line break at the end.
     """
-    cells = [list(head), *map(list, lines)]
+    cells = [list(headings), *map(list, lines)]
     widths = []
     for column in zip(*cells, strict=True):
+        # Markdown needs at least three dashes below a heading.
         widths.append(max(3, *map(len, column)))
     dashes = ["-" * (width + 2) for width in widths]
-    text = [_markdown_line(line, widths) for line in cells]
-    text.insert(1, f"|{'|'.join(dashes)}|")
-    return "\n".join(text)
+    markdown_lines = [_markdown_line(line, widths) for line in cells]
+    # The line of dashes below the headings.
+    markdown_lines.insert(1, f"|{'|'.join(dashes)}|")
+    return "\n".join(markdown_lines)
 
 
 def _markdown_line(line: Line, widths: Sequence[int]) -> str:
@@ -73,32 +75,39 @@ def ood_table(rows: Iterable[Row], paper: str = "table1") -> str:
     dataset as the positive class, FPR95, and the paper's numbers.
 
     Args:
-        rows: Rows of other kinds are ignored.
+        rows: Rows of tasks; rows of other kinds are ignored.
         paper: The table of the paper to compare to, `table1` or `vit`.
     """
     ood_rows = [row for row in rows if row["row"] == "ood"]
-    parts = []
+    tables = []
     for (known, other), pair_rows in group_rows(
         ood_rows, lambda row: (row["in"], row["out"])
     ).items():
-        paper_cells = _paper_pair(f"{known}→{other}", paper)
+        paper_cells = _paper_numbers_of_pair(f"{known}→{other}", paper)
         lines = []
         for name, method_rows in group_rows(pair_rows, lambda row: row["method"]).items():
             lines.append(
                 [
                     name,
-                    _auroc(method_rows),
-                    _mean_percent(method_rows, "aupr_out"),
-                    _mean_percent(method_rows, "aupr_in"),
-                    _mean_percent(method_rows, "fpr95"),
-                    _paper_number(name, known, paper_cells),
+                    _format_auroc(method_rows),
+                    _format_column_percent(method_rows, "aupr_out"),
+                    _format_column_percent(method_rows, "aupr_in"),
+                    _format_column_percent(method_rows, "fpr95"),
+                    _find_paper_number(name, known, paper_cells),
                 ]
             )
         first_row = pair_rows[0]
         title = f"{known} → {other}: {first_row['n_in']} and {first_row['n_out']} images, %"
-        head = ["method", "AUROC", "AUPR", "AUPR, in as positive", "FPR95", "paper's AUROC/AUPR"]
-        parts.append(f"{title}\n\n{markdown(head, lines)}")
-    return "\n\n".join(parts)
+        headings = [
+            "method",
+            "AUROC",
+            "AUPR",
+            "AUPR, in as positive",
+            "FPR95",
+            "paper's AUROC/AUPR",
+        ]
+        tables.append(f"{title}\n\n{markdown_table(headings, lines)}")
+    return "\n\n".join(tables)
 
 
 def calibration_table(rows: Iterable[Row]) -> str:
@@ -108,31 +117,31 @@ def calibration_table(rows: Iterable[Row]) -> str:
     of the most certain predictions, and the paper's rAULC.
 
     Args:
-        rows: Rows of other kinds are ignored.
+        rows: Rows of tasks; rows of other kinds are ignored.
     """
     calibration_rows = [row for row in rows if row["row"] == "calibration"]
-    parts = []
-    for data, data_rows in group_rows(calibration_rows, lambda row: row["in"]).items():
+    tables = []
+    for dataset, dataset_rows in group_rows(calibration_rows, lambda row: row["in"]).items():
         paper_cells = {}
-        for name, number in RAULC.get(data, {}).items():
+        for name, number in RAULC.get(dataset, {}).items():
             paper_cells[name] = f"{number:.3f}"
         lines = []
-        for name, method_rows in group_rows(data_rows, lambda row: row["method"]).items():
+        for name, method_rows in group_rows(dataset_rows, lambda row: row["method"]).items():
             lines.append(
                 [
                     name,
-                    _raulc(method_rows),
-                    _mean_percent(method_rows, "risk_at_95"),
-                    _mean_percent(method_rows, "risk_at_90"),
-                    _mean_percent(method_rows, "risk_at_80"),
-                    _paper_number(name, data, paper_cells),
+                    _format_raulc(method_rows),
+                    _format_column_percent(method_rows, "risk_at_95"),
+                    _format_column_percent(method_rows, "risk_at_90"),
+                    _format_column_percent(method_rows, "risk_at_80"),
+                    _find_paper_number(name, dataset, paper_cells),
                 ]
             )
-        accuracy = _mean_percent(data_rows, "accuracy")
-        title = f"{data}: {data_rows[0]['n']} images, {accuracy} % right"
-        head = ["method", "rAULC", "error at coverage 95 %, %", "90 %", "80 %", "paper's rAULC"]
-        parts.append(f"{title}\n\n{markdown(head, lines)}")
-    return "\n\n".join(parts)
+        accuracy = _format_column_percent(dataset_rows, "accuracy")
+        title = f"{dataset}: {dataset_rows[0]['n']} images, {accuracy} % right"
+        headings = ["method", "rAULC", "error at coverage 95 %, %", "90 %", "80 %", "paper's rAULC"]
+        tables.append(f"{title}\n\n{markdown_table(headings, lines)}")
+    return "\n\n".join(tables)
 
 
 def active_table(rows: Iterable[Row]) -> str:
@@ -142,37 +151,44 @@ def active_table(rows: Iterable[Row]) -> str:
     seeds, they are followed by the standard deviation of the seeds' means.
 
     Args:
-        rows: Rows of other kinds are ignored.
+        rows: Rows of tasks; rows of other kinds are ignored.
     """
     cycle_rows = [row for row in rows if row["row"] == "cycle"]
-    parts = []
-    for data, data_rows in group_rows(cycle_rows, lambda row: row["data"]).items():
+    tables = []
+    for dataset, dataset_rows in group_rows(cycle_rows, lambda row: row["data"]).items():
         paper_cells = {}
-        for name, (accuracy, nll) in ACTIVE.get(data, {}).items():
+        for name, (accuracy, nll) in ACTIVE.get(dataset, {}).items():
             paper_cells[name] = f"{accuracy:.2f}/{nll:.3f}"
         lines = []
-        for name, method_rows in group_rows(data_rows, lambda row: row["method"]).items():
+        for name, method_rows in group_rows(dataset_rows, lambda row: row["method"]).items():
             labeled = [row["labeled"] for row in method_rows]
             lines.append(
                 [
                     name,
                     f"{min(labeled)} to {max(labeled)}",
-                    _mean_over_seeds(method_rows, lambda row: 100 * row["accuracy"], 2),
-                    _mean_over_seeds(method_rows, lambda row: row["nll"], 3),
-                    _mean_over_seeds(method_rows, lambda row: row["nll_softmax_twice"], 3),
-                    _paper_number(name, data, paper_cells),
+                    _format_mean_over_seeds(method_rows, lambda row: 100 * row["accuracy"], 2),
+                    _format_mean_over_seeds(method_rows, lambda row: row["nll"], 3),
+                    _format_mean_over_seeds(method_rows, lambda row: row["nll_softmax_twice"], 3),
+                    _find_paper_number(name, dataset, paper_cells),
                 ]
             )
-        head = ["method", "labels", "accuracy, %", "NLL", "NLL, softmax twice", "paper's ACC/NLL"]
-        parts.append(f"{data}\n\n{markdown(head, lines)}")
-    return "\n\n".join(parts)
+        headings = [
+            "method",
+            "labels",
+            "accuracy, %",
+            "NLL",
+            "NLL, softmax twice",
+            "paper's ACC/NLL",
+        ]
+        tables.append(f"{dataset}\n\n{markdown_table(headings, lines)}")
+    return "\n\n".join(tables)
 
 
 def runtime_table(rows: Iterable[Row]) -> str:
     """Format the rows of `qualms.tasks.runtime`, in units of Entropy's time.
 
     Args:
-        rows: Rows of other kinds are ignored.
+        rows: Rows of tasks; rows of other kinds are ignored.
     """
     runtime_rows = [row for row in rows if row["row"] == "runtime"]
     if not runtime_rows:
@@ -182,10 +198,15 @@ def runtime_table(rows: Iterable[Row]) -> str:
         paper_cells[name] = f"{seconds / RUNTIME['Entropy']:.1f}"
     lines = []
     for row in runtime_rows:
-        paper = _paper_number(row["method"], "cifar10", paper_cells)
+        paper = _find_paper_number(row["method"], "cifar10", paper_cells)
         lines.append([row["method"], f"{row['ratio']:.1f}", f"{row['seconds']:.2f}", paper])
-    head = ["method", "time, Entropy = 1", "seconds", "paper's, Entropy = 1 (ResNet-18, CIFAR-10)"]
-    return f"{runtime_rows[0]['n']} images\n\n{markdown(head, lines)}"
+    headings = [
+        "method",
+        "time, Entropy = 1",
+        "seconds",
+        "paper's, Entropy = 1 (ResNet-18, CIFAR-10)",
+    ]
+    return f"{runtime_rows[0]['n']} images\n\n{markdown_table(headings, lines)}"
 
 
 def paper_table(name: str, rows: Sequence[Row]) -> str:
@@ -214,27 +235,27 @@ def glance_table(content: Content, resamples: int = 1000) -> str:
 
     Args:
         content: The content of the report.
-        resamples: The number of bootstrap resamples of each interval, which the table does not
-            show; with that of `qualms.report.page.write_page`, both share one computation.
+        resamples: The number of bootstrap resamples of each interval. The table shows no intervals,
+            but if the number is that of `write_page`, both use the same cached summaries.
     """
-    head = ["method"]
+    headings = ["method"]
     for group in content.unknown:
-        head.append(f"{group.name}, AUROC/AUPR")
-    head += ["rAULC", "forward passes"]
+        headings.append(f"{group.name}, AUROC/AUPR")
+    headings += ["rAULC", "forward passes"]
     lines = []
     for summary in summarize_methods(content, resamples):
         line = [summary.method]
-        for area, precision in zip(summary.auroc, summary.aupr, strict=True):
-            line.append(f"{100 * area.value:.1f}/{100 * precision:.1f}")
-        lift = ""
+        for auroc, aupr in zip(summary.auroc, summary.aupr, strict=True):
+            line.append(f"{100 * auroc.value:.1f}/{100 * aupr:.1f}")
+        raulc_text = ""
         if summary.raulc is not None:
-            lift = f"{summary.raulc.value:.3f}"
-        lines.append([*line, lift, _format_cost(summary.cost)])
-    return markdown(head, lines)
+            raulc_text = f"{summary.raulc.value:.3f}"
+        lines.append([*line, raulc_text, _format_cost(summary.cost)])
+    return markdown_table(headings, lines)
 
 
 def _format_cost(cost: int | float | str | None) -> str:
-    """Format a cost in forward passes; words stay as they are."""
+    """Format a cost in forward passes; a string is returned unchanged, and None as empty text."""
     if isinstance(cost, (int, float)):
         return f"{cost:.1f}"
     return cost or ""
@@ -244,62 +265,64 @@ def list_networks(rows: Iterable[Row]) -> str:
     """List the networks of `accuracy` rows with their accuracies, under a title.
 
     Args:
-        rows: Rows of other kinds are ignored.
+        rows: Rows of tasks; rows of other kinds are ignored.
     """
     lines = []
     for row in rows:
         if row["row"] == "accuracy":
             accuracy = f"{100 * row['accuracy']:.2f} % of {row['n']} {row['data']} test images"
             lines.append(f"- {row['network']}: {accuracy} right")
-    return _list("Networks", lines)
+    return _format_list("Networks", lines)
 
 
 def list_left_out(rows: Iterable[Row]) -> str:
     """List what could not be computed, and why, under a title; empty if nothing was left out.
 
     Args:
-        rows: Rows of other kinds are ignored.
+        rows: Rows of tasks; rows of other kinds are ignored.
     """
     lines = []
     for row in rows:
         if row["row"] == "left out":
             lines.append(f"- {row.get('method') or row.get('out')}: {row['why']}")
-    return _list("Left out", lines)
+    return _format_list("Left out", lines)
 
 
-def _list(title: str, lines: Sequence[str]) -> str:
-    """Format the distinct lines under a title; an empty string if there are none."""
+def _format_list(title: str, lines: Sequence[str]) -> str:
+    """Format the distinct lines under a title; return an empty string if there are no lines."""
     if not lines:
         return ""
+    # `dict.fromkeys` drops repeated lines and keeps the order.
     return f"{title}:\n\n" + "\n".join(dict.fromkeys(lines))
 
 
-def _paper_number(name: str, dataset: str, paper_cells: Mapping[str, str]) -> str:
+def _find_paper_number(name: str, dataset: str, paper_cells: Mapping[str, str]) -> str:
     """Return the paper's number for a method, or an empty string if the paper has none.
 
     If our method has other settings than the paper's, `, other settings` follows the number.
 
     Args:
         name: The name of the method in our rows, which may be a spec.
-        dataset: The dataset whose settings the paper's method has.
-        paper_cells: The paper's numbers as text, by the names of the rows in its tables.
+        dataset: The dataset that decides the settings of the paper's methods.
+        paper_cells: A dict from the names of methods in the paper's tables to its numbers as text.
     """
     if name in paper_cells:
         return paper_cells[name]
     try:
         method = parse(name)
+    # The name is not a spec.
     except QualmsError:
         return ""
-    row = paper_row(method)
-    if row not in paper_cells:
+    paper_name = paper_row(method)
+    if paper_name not in paper_cells:
         return ""
-    if paper_methods(dataset)[row] != method:
-        return f"{paper_cells[row]}, other settings"
-    return paper_cells[row]
+    if paper_methods(dataset)[paper_name] != method:
+        return f"{paper_cells[paper_name]}, other settings"
+    return paper_cells[paper_name]
 
 
-def _paper_pair(pair: str, table: str) -> dict[str, str]:
-    """Return the paper's AUROC/AUPR for a pair of datasets, by the names of its rows.
+def _paper_numbers_of_pair(pair: str, table: str) -> dict[str, str]:
+    """Return the paper's AUROC/AUPR for a pair of datasets, as text by name of the method.
 
     Args:
         pair: The known and the other dataset, such as `mnist→omniglot`.
@@ -309,60 +332,60 @@ def _paper_pair(pair: str, table: str) -> dict[str, str]:
     if table != "vit":
         numbers = {**OOD.get(pair, {}), **SWEEPS.get(pair, {})}
     paper_cells = {}
-    for name, (area, precision) in numbers.items():
-        paper_cells[name] = f"{area:.2f}/{precision:.2f}"
+    for name, (auroc, aupr) in numbers.items():
+        paper_cells[name] = f"{auroc:.2f}/{aupr:.2f}"
     return paper_cells
 
 
-def _percent(shares: Iterable[float]) -> str:
-    """Format the mean of some shares, in percent with two decimals."""
+def _format_mean_percent(shares: Iterable[float]) -> str:
+    """Format the mean of some shares (numbers from 0 to 1) in percent, with two decimals."""
     return f"{100 * statistics.fmean(shares):.2f}"
 
 
-def _mean_percent(rows: Iterable[Mapping[str, Any]], column: str) -> str:
-    """Format the mean of a column of shares, in percent with two decimals."""
-    return _percent(row[column] for row in rows)
+def _format_column_percent(rows: Iterable[Mapping[str, Any]], column: str) -> str:
+    """Format the mean of the shares that rows have in a column, in percent with two decimals."""
+    return _format_mean_percent(row[column] for row in rows)
 
 
-def _auroc(rows: Sequence[OodRow]) -> str:
-    """Format AUROC in percent: with its interval, or for several seeds the mean ± the deviation.
+def _format_auroc(rows: Sequence[OodRow]) -> str:
+    """Format AUROC in percent: of one seed with its interval, of several as mean ± deviation.
 
     Args:
-        rows: The rows of a method, a row per seed.
+        rows: The rows of a method, one per seed.
     """
-    areas = [row["auroc"] for row in rows]
-    if len(areas) > 1:
-        return f"{_percent(areas)} ± {100 * statistics.stdev(areas):.2f}"
+    aurocs = [row["auroc"] for row in rows]
+    if len(aurocs) > 1:
+        return f"{_format_mean_percent(aurocs)} ± {100 * statistics.stdev(aurocs):.2f}"
     row = rows[0]
     interval = f"[{100 * row['auroc_low']:.1f}, {100 * row['auroc_high']:.1f}]"
-    return f"{_percent(areas)} {interval}"
+    return f"{_format_mean_percent(aurocs)} {interval}"
 
 
-def _mean_over_seeds(
-    rows: Sequence[CycleRow], number: Callable[[CycleRow], float], digits: int
+def _format_mean_over_seeds(
+    rows: Sequence[CycleRow], get_number: Callable[[CycleRow], float], digits: int
 ) -> str:
     """Average a number over the cycles of each seed, and format mean ± deviation over the seeds.
 
     Args:
         rows: The cycles of a method, of all seeds.
-        number: Returns the number to average from the row of a cycle.
+        get_number: Returns the number to average, given the row of a cycle.
         digits: The number of decimals.
     """
-    means = []
+    seed_means = []
     for seed_rows in group_rows(rows, lambda row: row["seed"]).values():
-        means.append(statistics.fmean(number(row) for row in seed_rows))
-    text = f"{statistics.fmean(means):.{digits}f}"
-    if len(means) > 1:
-        text += f" ± {statistics.stdev(means):.{digits}f}"
+        seed_means.append(statistics.fmean(get_number(row) for row in seed_rows))
+    text = f"{statistics.fmean(seed_means):.{digits}f}"
+    if len(seed_means) > 1:
+        text += f" ± {statistics.stdev(seed_means):.{digits}f}"
     return text
 
 
-def _raulc(rows: Sequence[CalibrationRow]) -> str:
-    """Format rAULC: with its interval, or for several seeds the mean ± the standard deviation.
+def _format_raulc(rows: Sequence[CalibrationRow]) -> str:
+    """Format rAULC: of one seed with its interval, of several as mean ± standard deviation.
 
     Args:
-        rows: The rows of a method, a row per seed. Those without rAULC do not count; if all are
-            without, the text is `none`.
+        rows: The rows of a method, one per seed. Rows whose rAULC is undefined (None) are left out;
+            if no row is left, the text is `none`.
     """
     values = []
     for row in rows:

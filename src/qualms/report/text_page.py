@@ -41,16 +41,19 @@ def write_text_page(
     require_packages("jinja2")
     require_writable(out)
     methods = _require_same_methods(documents)
-    shown = list(map(_ShownDocument.of, documents))
-    words: dict[str, int] = {}
+    shown_documents = list(map(_ShownDocument.from_scored, documents))
+    # Filled by `_document_data` with the likely next tokens of all documents.
+    index_by_word: dict[str, int] = {}
     data = {
         "methods": methods,
-        "documents": [_document_data(document, methods, words) for document in shown],
-        "words": list(words),
+        "documents": [
+            _document_data(document, methods, index_by_word) for document in shown_documents
+        ],
+        "words": list(index_by_word),
     }
     order = []
-    for i in _rank_documents(shown, methods[0]):
-        order.append((i, documents[i].document.name))
+    for index in _rank_documents(shown_documents, methods[0]):
+        order.append((index, documents[index].document.name))
     page = render_template(
         "text.html.jinja",
         styles=("page.css", "text.css"),
@@ -91,19 +94,20 @@ def shown_tokens(offsets: Sequence[tuple[int, int]]) -> list[ShownToken]:
         offsets: The start and the end of each token, in characters.
     """
     joined: list[ShownToken] = []
-    for number, (start, end) in enumerate(offsets):
+    for index, (start, end) in enumerate(offsets):
         if start == end:
             continue
-        # The end of the text that is covered by tokens so far.
-        reached = 0
+        # The end of the text that the tokens so far cover.
+        covered_end = 0
         if joined:
-            reached = joined[-1].end
-        # Part of it may belong to the last token already; the rest is new.
-        if end > reached:
-            joined.append(ShownToken(max(start, reached), end, (number,)))
+            covered_end = joined[-1].end
+        # If the token has new characters, only these are shown as its own. If all of its characters
+        # are covered, it is joined to the last token.
+        if end > covered_end:
+            joined.append(ShownToken(max(start, covered_end), end, (index,)))
         else:
             last = joined.pop()
-            joined.append(ShownToken(last.start, last.end, (*last.indices, number)))
+            joined.append(ShownToken(last.start, last.end, (*last.indices, index)))
     return joined
 
 
@@ -114,8 +118,9 @@ class _ShownDocument:
     Args:
         document: The document with the scores of its tokens.
         tokens: The tokens that are shown.
-        scores: By method, the scores of the shown tokens.
-        worst: By method, the span of tokens with the highest mean score; None without a score.
+        scores: A dict from each method to the scores of the shown tokens.
+        worst: A dict from each method to the span of tokens with the highest mean score; None if no
+            token has a score.
     """
 
     document: ScoredDocument
@@ -124,10 +129,11 @@ class _ShownDocument:
     worst: dict[str, Span | None]
 
     @staticmethod
-    def of(document: ScoredDocument) -> "_ShownDocument":
-        """Join the tokens of a document that share a character; each gets the highest score of its parts.
+    def from_scored(document: ScoredDocument) -> "_ShownDocument":
+        """Join the tokens of a document that share a character.
 
-        NaN scores are ignored where another part has a score.
+        The score of a shown token is the highest score of the tokens that it joins. NaN scores are
+        ignored, unless all of them are NaN.
         """
         tokens = shown_tokens(document.offsets)
         token_indices: list[int] = []
@@ -140,13 +146,19 @@ class _ShownDocument:
         for method, values in document.scores.items():
             scores[method] = np.zeros(0)
             if tokens:
+                # The maximum over the tokens from each group's start to the next one's.
                 scores[method] = np.fmax.reduceat(np.array(values)[token_indices], group_starts)
             worst[method] = worst_span_of(document, method)
-        return _ShownDocument(document, tokens, scores, worst)
+        return _ShownDocument(
+            document=document,
+            tokens=tokens,
+            scores=scores,
+            worst=worst,
+        )
 
 
 def _require_same_methods(documents: Sequence[ScoredDocument]) -> list[str]:
-    """Return the methods of all documents, or raise an error if they differ."""
+    """Return the names of the methods that all documents have; raise an error if they differ."""
     if not documents:
         raise QualmsError("there are no texts to show; pass at least one scored document.")
     first = documents[0]
@@ -165,32 +177,33 @@ def _require_same_methods(documents: Sequence[ScoredDocument]) -> list[str]:
     return methods
 
 
-def _rank_documents(shown: list[_ShownDocument], method: str) -> list[int]:
-    """Return the indices of the documents, the one with the highest score of its worst span first.
+def _rank_documents(shown_documents: list[_ShownDocument], method: str) -> list[int]:
+    """Return the indices of the documents, in descending order of the score of the worst span.
 
     Args:
-        shown: The documents.
-        method: The method whose spans are compared; documents without one come last.
+        shown_documents: The documents.
+        method: The method whose spans are compared; documents without a span are last.
     """
-    keys = []
-    for document in shown:
+    sort_keys = []
+    for document in shown_documents:
         span = document.worst[method]
-        key = np.inf
+        sort_key = np.inf
         if span is not None:
-            key = -span.score
-        keys.append(key)
-    return sorted(range(len(shown)), key=keys.__getitem__)
+            sort_key = -span.score
+        sort_keys.append(sort_key)
+    return sorted(range(len(shown_documents)), key=sort_keys.__getitem__)
 
 
 def _document_data(
-    shown: _ShownDocument, methods: list[str], words: dict[str, int]
+    shown: _ShownDocument, methods: list[str], index_by_word: dict[str, int]
 ) -> dict[str, Any]:
     """Return what the page's script reads about a document.
 
     Args:
         shown: The document.
         methods: The methods in the order of the page.
-        words: The number of each likely next token, shared by all documents; new tokens are added.
+        index_by_word: The index of each likely next token, shared by all documents; new tokens are
+            added.
 
     Returns:
         Values for JSON. Positions of tokens are in UTF-16, as JavaScript counts; `counts` has the
@@ -210,7 +223,7 @@ def _document_data(
         last = token.indices[-1]
         alternatives.append(document.alternatives[last])
         log_probs.append(document.next_log_probs[last])
-    codes, probs = _likely_tokens(alternatives, words)
+    word_indices, probs = _likely_tokens(alternatives, index_by_word)
     return {
         "name": document.document.name,
         "text": document.document.text,
@@ -220,23 +233,25 @@ def _document_data(
         "scores": [pack_array(shown.scores[method]) for method in methods],
         **_worst_spans(shown, methods),
         "logs": pack_array(np.array(log_probs)),
-        "width": codes.shape[1],
-        "codes": pack_array(codes),
+        "width": word_indices.shape[1],
+        "codes": pack_array(word_indices),
         "probs": pack_array(probs),
         "sequence": document.sequence,
     }
 
 
 def _worst_spans(shown: _ShownDocument, methods: list[str]) -> dict[str, Any]:
-    """Return the worst span of each method as indices of shown tokens, and its score.
+    """Return each method's worst span (`worst`), as indices of shown tokens, and its score.
 
     Args:
         shown: The document.
         methods: The methods in the order of the page.
     """
-    place = {}
-    for i, token in enumerate(shown.tokens):
-        place.update(dict.fromkeys(token.indices, i))
+    # The index of the shown token that each token of the document is part of.
+    shown_index = {}
+    for index, token in enumerate(shown.tokens):
+        shown_index.update(dict.fromkeys(token.indices, index))
+    # The end of a span is the index after its last token.
     spans: list[dict[str, int] | None] = []
     scores = []
     for method in methods:
@@ -245,37 +260,37 @@ def _worst_spans(shown: _ShownDocument, methods: list[str]) -> dict[str, Any]:
             spans.append(None)
             scores.append(np.nan)
         else:
-            spans.append({"start": place[span.start], "end": place[span.end - 1] + 1})
+            spans.append({"start": shown_index[span.start], "end": shown_index[span.end - 1] + 1})
             scores.append(span.score)
     return {"worst": spans, "worstScores": pack_array(np.array(scores))}
 
 
 def _likely_tokens(
-    alternatives: Sequence[Sequence[tuple[str, float]]], words: dict[str, int]
+    alternatives: Sequence[Sequence[tuple[str, float]]], index_by_word: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the likely next tokens at each position as numbers, and their probabilities.
+    """Return the likely next tokens at each position as indices, and their probabilities.
 
     Args:
         alternatives: At each position, the likely next tokens with their probabilities.
-        words: The number of each token; tokens that it lacks are added to it.
+        index_by_word: The index of each token; new tokens are added.
 
     Returns:
-        Numbers and probabilities, of shape [positions, width], padded with -1 and 0.
+        Indices and probabilities, both of shape [positions, width], padded with -1 and 0.
     """
     width = max(map(len, alternatives), default=0)
-    codes = np.full((len(alternatives), width), -1, np.int32)
+    word_indices = np.full((len(alternatives), width), -1, np.int32)
     probs = np.zeros((len(alternatives), width))
-    for i, row in enumerate(alternatives):
-        for k, (word, p) in enumerate(row):
-            codes[i, k] = words.setdefault(word, len(words))
-            probs[i, k] = p
-    return codes, probs
+    for position, likely_tokens in enumerate(alternatives):
+        for rank, (word, prob) in enumerate(likely_tokens):
+            word_indices[position, rank] = index_by_word.setdefault(word, len(index_by_word))
+            probs[position, rank] = prob
+    return word_indices, probs
 
 
 def _utf16_positions(text: str) -> np.ndarray:
     """Return where each character starts in UTF-16, and where the last one ends, of shape [n + 1].
 
-    JavaScript counts characters outside of the basic multilingual plane twice.
+    Characters above U+FFFF take two units of UTF-16, and JavaScript counts units.
     """
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-    return np.concatenate([[0], np.cumsum(1 + (codes > 0xFFFF))]).astype(np.int32)
+    code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+    return np.concatenate([[0], np.cumsum(1 + (code_points > 0xFFFF))]).astype(np.int32)
