@@ -412,9 +412,8 @@ class PositionScorer:
         for name, mask in masks.items():
             if mask is None:
                 continue
-            if chosen is None:
-                mask_of_scores = mask
-            else:
+            mask_of_scores = mask
+            if chosen is not None:
                 mask_of_scores = mask.flatten(1)[:, list(chosen)]
             if mask_of_scores.shape != shape:
                 raise QualmsError(

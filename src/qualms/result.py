@@ -202,9 +202,8 @@ class Scored:
         """
         scores = self._first_scores
         # For each row of the table the indices of its score, [rows, axes of the scores].
-        if scores.ndim == 1:
-            coordinates = torch.arange(len(self))[:, None]
-        else:
+        coordinates = torch.arange(len(self))[:, None]
+        if scores.ndim > 1:
             coordinates = (~scores.isnan()).nonzero()
         # In the form that indexes tensors like the scores: a tensor for each axis.
         at = tuple(coordinates.to(scores.device).unbind(1))
