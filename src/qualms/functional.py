@@ -182,7 +182,10 @@ def _score_all(scorer: Scorer, x: Any, progress: Progress) -> dict[str, Float[Te
         num_done += len(scored)
         line.update(num_done)
     line.end()
-    return {name: torch.cat([scores[name] for scores in batch_scores]) for name in scorer.methods}
+    scores_by_method: dict[str, Tensor] = {}
+    for name in scorer.methods:
+        scores_by_method[name] = torch.cat([scores[name] for scores in batch_scores])
+    return scores_by_method
 
 
 def _split(x: Any) -> Any:

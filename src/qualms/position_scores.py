@@ -92,7 +92,8 @@ class PositionScorer:
                 tables.append(self._score_chosen(sample, number, notes))
         table = PositionTable.join(tables, torch.stack)
         is_counted = self._find_counted_positions(table, batch, position_targets)
-        return self._to_scored(table.hide_uncounted(is_counted), numbers, notes, position_targets)
+        table = table.hide_positions(is_counted)
+        return self._to_scored(table, numbers, notes, position_targets)
 
     def _to_scored(
         self,

@@ -70,7 +70,7 @@ class PositionTable:
             sequence=self.sequence,  # one number for each input, so without positions
         )
 
-    def hide_uncounted(self, is_counted: Bool[Tensor, "b ..."]) -> "PositionTable":
+    def hide_positions(self, is_counted: Bool[Tensor, "b ..."]) -> "PositionTable":
         """Return a table with NaN, or class -1, at the positions that do not count.
 
         Args:

@@ -80,7 +80,8 @@ class Provenance:
         """
         differences = []
         for field in fields(self):
-            calibrated, current = getattr(self, field.name), getattr(other, field.name)
+            calibrated = getattr(self, field.name)
+            current = getattr(other, field.name)
             if calibrated != current:
                 differences.append(f"{field.name} {calibrated}, not {current}")
         if differences:

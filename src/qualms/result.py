@@ -160,10 +160,15 @@ class Scored:
         for part in parts:
             ids.extend(part.ids)
             notes.update(part.notes)
+        scores: dict[str, Tensor] = {}
+        errors: dict[str, Tensor] = {}
+        for name in first.scores:
+            scores[name] = _join([part.scores[name] for part in parts])
+            errors[name] = _join([part.errors[name] for part in parts])
         return replace(
             first,
-            scores={name: _join([part.scores[name] for part in parts]) for name in first.scores},
-            errors={name: _join([part.errors[name] for part in parts]) for name in first.errors},
+            scores=scores,
+            errors=errors,
             probs=_join([part.probs for part in parts]),
             ids=ids,
             notes=notes,

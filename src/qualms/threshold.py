@@ -138,13 +138,24 @@ class Threshold:
         mistakes = (~right[order]).double().cumsum(0)
         rule = f"risk {risk:g}"
         if confidence is None:
-            value = _highest_within_risk(sorted_scores, mistakes, risk)
+            value = _find_highest_within_risk(sorted_scores, mistakes, risk)
         else:
             rule += f" at confidence {confidence:g}"
-            limit = _certified_limit(sorted_scores, mistakes, risk, confidence)
+            limit = _find_certified_limit(
+                sorted_scores,
+                mistakes,
+                risk=risk,
+                confidence=confidence,
+            )
             # The limit itself has no guarantee, only the scores below it.
             value = _next_below(limit, torch.as_tensor(scores).dtype)
-        return cls(value, len(sorted_scores), rule, provenance, _thin_out(sorted_scores))
+        return cls(
+            value=value,
+            samples=len(sorted_scores),
+            rule=rule,
+            provenance=provenance,
+            reference=_thin_out(sorted_scores),
+        )
 
     def accept(self, scores: Any) -> Bool[Tensor, "..."]:
         """Decide which inputs the model can be trusted with.
@@ -269,8 +280,9 @@ def _thin_out(sorted_scores: Float[Tensor, " n"]) -> tuple[float, ...]:
     The lowest and the highest score are always among them.
     """
     count = min(REFERENCE_SCORES, len(sorted_scores))
-    ranks = torch.linspace(0, len(sorted_scores) - 1, count, dtype=torch.double).round().long()
-    return tuple(sorted_scores[ranks].tolist())
+    last = len(sorted_scores) - 1
+    ranks = torch.linspace(0, last, count, dtype=torch.double)
+    return tuple(sorted_scores[ranks.round().long()].tolist())
 
 
 def _next_below(limit: float, dtype: torch.dtype) -> float:
@@ -288,7 +300,7 @@ def _next_below(limit: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(limit, dtype=precision).nextafter(lowest))
 
 
-def _highest_within_risk(
+def _find_highest_within_risk(
     sorted_scores: Float[Tensor, " n"], mistakes: Float[Tensor, " n"], risk: float
 ) -> float:
     """Find the highest score such that at most a share `risk` of the inputs up to it is wrong.
@@ -324,7 +336,7 @@ class _Candidate(NamedTuple):
     wrong: int
 
 
-def _certified_limit(
+def _find_certified_limit(
     sorted_scores: Float[Tensor, " n"],
     mistakes: Float[Tensor, " n"],
     risk: float,

@@ -70,7 +70,13 @@ def interval(
         )
     # Raises an error if the measure is undefined on the samples themselves.
     measure(*arrays)
-    resampled = _measure_resamples(measure, arrays, paired, resamples, seed)
+    resampled = _measure_resamples(
+        measure,
+        arrays,
+        paired=paired,
+        resamples=resamples,
+        seed=seed,
+    )
     return central_interval(list(islice(resampled, resamples)), level)
 
 

@@ -79,7 +79,14 @@ def auroc_difference_interval(
         )
     # AUROC is the share of pairs won, so the difference of counts gives the difference of AUROCs.
     lead = count_pairs_won(*ours) - count_pairs_won(*theirs)
-    return _share_interval(lead, sizes, paired=False, resamples=resamples, level=level, seed=seed)
+    return _share_interval(
+        lead,
+        sizes,
+        paired=False,
+        resamples=resamples,
+        level=level,
+        seed=seed,
+    )
 
 
 def count_pairs_won(

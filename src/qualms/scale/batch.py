@@ -72,7 +72,8 @@ class BatchScorer:
             return self._make_empty_columns()
         # `kept` are the indices of the files that could be read.
         ids = tuple(files[index].id for index in read.kept)
-        images = Images(self.name, torch.from_numpy(read.pixels), labels=None, ids=ids)
+        pixels = torch.from_numpy(read.pixels)
+        images = Images(self.name, pixels, labels=None, ids=ids)
         return _to_columns(self.score(images))
 
     def score(self, images: Images, first: int = 0) -> Scored:

@@ -179,11 +179,11 @@ def _finish(folder: Path, about: dict[str, Any], expected: int) -> Done:
             raise QualmsError(
                 f"{folder} lost shards while it was being filled; run the same command again."
             )
-        rejected += _read_rejected(shard)
+        rejected += _read_rejections(shard)
     return finish(folder, about, shards, rejected)
 
 
-def _read_rejected(shard: Path) -> list[Rejected]:
+def _read_rejections(shard: Path) -> list[Rejected]:
     """Read which images of a shard could not be read, with reasons, from the shard's metadata."""
     with explain_parquet_errors(shard), parquet().ParquetFile(shard) as file:
         images = json.loads(file.schema_arrow.metadata[REJECTED_KEY])

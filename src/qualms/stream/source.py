@@ -214,7 +214,8 @@ class _FileReader:
         read = read_images(files, self.name, self.transform, self.strict, may_be_empty=True)
         # `kept` are the indices of the files that could be read.
         ids = tuple(files[index].id for index in read.kept)
-        images = Images(self.name, torch.from_numpy(read.pixels), None, ids=ids)
+        pixels = torch.from_numpy(read.pixels)
+        images = Images(self.name, pixels, labels=None, ids=ids)
         return ImageBatch(len(files), images, read.rejected)
 
 

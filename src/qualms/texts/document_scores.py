@@ -67,8 +67,14 @@ def score_documents(
     done, total = 0, sum(len(partial.text.ids) for partial in partials)
     for first in range(0, len(pending), batch_size):
         in_batch = pending[first : first + batch_size]
-        batch = _make_batch([(partial.text, window) for partial, window in in_batch], scorer.model)
-        scored = scorer(batch.inputs, numbers=batch.numbers, mask=batch.mask, targets=batch.targets)
+        parts = [(partial.text, window) for partial, window in in_batch]
+        batch = _make_batch(parts, scorer.model)
+        scored = scorer(
+            batch.inputs,
+            numbers=batch.numbers,
+            mask=batch.mask,
+            targets=batch.targets,
+        )
         for row, (partial, window) in enumerate(in_batch):
             partial.add_window(scored, row, window, decode_token)
             done += window.end - window.scored
