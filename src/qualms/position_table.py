@@ -78,7 +78,7 @@ class PositionTable:
         """
 
         def fill_uncounted(values: Tensor) -> Tensor:
-            """Replace the values of uncounted positions, also in a tensor with an axis of classes."""
+            """Replace the values of uncounted positions, in a tensor with or without classes."""
             keep = is_counted if values.ndim == is_counted.ndim else is_counted.unsqueeze(-1)
             return values.masked_fill(~keep, missing_value(values))
 

@@ -106,7 +106,7 @@ class Positions:
         return cls(class_dim, reduce, tuple(chosen), ignore_index)
 
     def choose_engine(self, asked: Engine | Sketch | None) -> Engine | Sketch:
-        """Return the engine for scores at positions, after checking the one that the user asked for.
+        """Return the engine for scores at positions, after checking what the user asked for.
 
         Scores at all positions are always sketched. Scores at a few chosen positions are exact by
         default.

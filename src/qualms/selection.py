@@ -158,7 +158,7 @@ def _require_diversity(diversity: int | float, pool: Any, method: Method, norm: 
 
 
 def require_gradients(method: Method) -> None:
-    """Raise an error unless a method is a gradient score, as only these have gradients to compare."""
+    """Raise an error unless a method is a gradient score: others have no gradients to compare."""
     if not isinstance(method, GradientScore):
         raise QualmsError(
             f"diversity needs a gradient score, such as {DEFAULT!r}, but {method.name} is not one."
@@ -235,7 +235,7 @@ def _gather_by_shape(
         indices.extend(first + i for i in in_batch)
         parts.append(part)
     for indices, parts in by_shape.values():
-        # An input may be several tensors: joins the first tensors of all parts, the second ones, …
+        # An input may be several tensors: joins the first of all parts, the second, …
         tensors_to_join = zip(*map(batch_tensors, parts), strict=True)
         yield indices, with_tensors(parts[0], map(torch.cat, tensors_to_join))
 

@@ -125,7 +125,8 @@ class Threshold:
         right = torch.as_tensor(correct).detach().cpu().flatten().to(torch.bool)
         if len(right) != len(flat_scores):
             raise QualmsError(
-                f"there are {len(flat_scores)} scores and {len(right)} outcomes; pass one outcome per score."
+                f"there are {len(flat_scores)} scores and {len(right)} outcomes; pass one outcome "
+                "per score."
             )
         if not 0 <= risk < 1:
             raise QualmsError(
@@ -451,8 +452,8 @@ def _explain_missing_labels(
             f"{best.wrong} are wrong; allow more risk, or use a method or a network that "
             "separates its mistakes better."
         )
-    # By the normal approximation: with m inputs of a true error rate `risk`, a rate as low as `rate`
-    # is sqrt(m) (risk - rate) / sqrt(variance) standard deviations away, which must reach the
+    # By the normal approximation: with m inputs of a true error rate `risk`, a rate as low as
+    # `rate` is sqrt(m) (risk - rate) / sqrt(variance) standard deviations away, which must reach the
     # quantile of `failure_probability`.
     probability = torch.tensor(failure_probability, dtype=torch.double)
     deviations = -float(torch.special.ndtri(probability))

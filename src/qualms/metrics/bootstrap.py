@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from qualms.errors import QualmsError
 from qualms.metrics.checks import array
 
-# The most draws for each resample that is needed: a measure that is undefined on more than nine tenths
-# of the draws is an error.
+# The most draws for each resample that is needed: a measure that is undefined on more than nine
+# tenths of the draws is an error.
 DRAWS_PER_RESAMPLE = 10
 
 

@@ -57,7 +57,7 @@ def scores(values: Any, what: str) -> Float[Floats, " n"]:
 def scores_and_outcomes(
     uncertainty: Any, correct: Any
 ) -> tuple[Float[Floats, " n"], Bool[Bools, " n"]]:
-    """Convert the uncertainty of each input, and whether its prediction is right, to checked arrays.
+    """Convert the uncertainty and the correctness of each input to checked arrays.
 
     Args:
         uncertainty: Finite numbers, of shape [n].

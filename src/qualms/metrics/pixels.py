@@ -69,8 +69,8 @@ def _select_pixels(
     classes = array(labels, "labels")
     if pixel_scores.shape != classes.shape or classes.dtype.kind == "f":
         raise QualmsError(
-            f"scores have shape {pixel_scores.shape}, and labels have shape {classes.shape} and type "
-            f"{classes.dtype}; pass one score and one integer class per pixel."
+            f"scores have shape {pixel_scores.shape}, and labels have shape {classes.shape} and "
+            f"type {classes.dtype}; pass one score and one integer class per pixel."
         )
     unknown_labels = list(unknown) if isinstance(unknown, Collection) else [unknown]
     if ignore_index in unknown_labels:

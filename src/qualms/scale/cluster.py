@@ -194,8 +194,8 @@ def require_once(folder: Path) -> None:
         num_repeated = len(ids) - len(ids.unique())
     if num_repeated:
         raise QualmsError(
-            f"{folder} has {num_repeated} rows of images that were scored twice; remove it, and score "
-            "again."
+            f"{folder} has {num_repeated} rows of images that were scored twice; remove it, and "
+            "score again."
         )
 
 

@@ -13,8 +13,8 @@ from qualms.stream.sizes import EVALUATION_BATCH
 from qualms.training.augment import augment
 from qualms.training.recipes import Recipe
 
-# Purposes of random generators, so that their numbers differ under one seed: the split of the images
-# for validation, the order of an epoch's images, and all other draws of an epoch.
+# Purposes of random generators, so that their numbers differ under one seed: the split of the
+# images for validation, the order of an epoch's images, and all other draws of an epoch.
 SPLIT, ORDER, DRAWS = range(3)
 
 
@@ -102,7 +102,7 @@ class TrainingRun:
         return float(loss.detach())
 
     def remember_if_best(self, accuracy: float) -> None:
-        """Copy the current weights to `best_state` if they are better than those of all epochs before.
+        """Copy the current weights to `best_state` if they are the best ones so far.
 
         Of equally good epochs, the first is kept.
 
