@@ -99,7 +99,10 @@ def sketch(name: str, each: int) -> Iterator[Row]:
                 ]
             for k in TANGENTS:
                 norms = torch.cat(
-                    [Projections(sample.values[:k], sample.law).scale for sample in samples]
+                    [
+                        Projections(sample.values[:k], sample.distribution).estimate_norms()
+                        for sample in samples
+                    ]
                 )
                 score = (REGrad().weights(probs) * norms).sum(-1)
                 of_tangents[k].append(_row("sketch", name, f"k = {k}, {combine}", score, exact))

@@ -194,13 +194,13 @@ def test_pixels_of_a_segmentation_have_the_shape_of_the_image(method: str) -> No
 
 
 @pytest.mark.slow
-def test_several_tangents_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_count_tangents_per_pass_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = language.gpt2(), language.text()
     methods = ["regrad+layers", "fisher", "regrad+smooth(0.1,2)"]
     several = qualms.Scorer(model, methods, class_dim=-1)(
         batch, targets=qualms.next_tokens(batch["input_ids"])
     )
-    monkeypatch.setattr(position_sketch, "_tangents_at_once", lambda *_: 1)
+    monkeypatch.setattr(position_sketch, "_count_tangents_per_pass", lambda *_: 1)
     alone = qualms.Scorer(model, methods, class_dim=-1)(
         batch, targets=qualms.next_tokens(batch["input_ids"])
     )
@@ -474,8 +474,8 @@ def test_where_forward_mode_cannot_go_a_difference_does() -> None:
             "heat cannot score single positions",
         ),
         ({"methods": "knn", "class_dim": -1}, "knn cannot score single positions"),
-        ({"methods": "entropy"}, "many positions; pass class_dim="),
-        ({"methods": "regrad"}, "many positions; pass class_dim="),
+        ({"methods": "entropy"}, "many positions; pass the axis of the classes"),
+        ({"methods": "regrad"}, "many positions; pass the axis of the classes"),
         ({"methods": "regrad", "class_dim": 0}, "class_dim=0 is not a class axis"),
         ({"methods": "regrad", "class_dim": 5}, "class_dim=5 is not a class axis"),
         ({"methods": "regrad", "class_dim": -1, "norm": "l1"}, "supports only L2 norms"),
@@ -507,10 +507,10 @@ def test_what_cannot_be_done_is_said(options: dict[str, Any], message: str) -> N
         ),
         (
             {"class_dim": -1, "reduce": "median"},
-            r"reduce='median' is not known; choose mean, max, sum",
+            r"reduce='median' is invalid; choose mean, max, sum",
         ),
-        ({"class_dim": -1, "reduce": 1.5}, r"reduce=1.5 is not known"),
-        ({"class_dim": -1, "engine": "foo"}, r"engine='foo' is not known"),
+        ({"class_dim": -1, "reduce": 1.5}, r"reduce=1.5 is invalid"),
+        ({"class_dim": -1, "engine": "foo"}, r"engine='foo' is invalid"),
         (
             {"class_dim": -1, "engine": "auto", "positions": [1]},
             r"engine='auto' cannot be used with positions=",
@@ -564,7 +564,7 @@ def test_a_classifier_needs_no_class_dim() -> None:
 def test_a_text_of_which_nothing_is_left_is_an_error() -> None:
     batch = language.text() | {"attention_mask": torch.tensor([[1] * TOKENS, [0] * TOKENS])}
     with pytest.raises(
-        qualms.QualmsError, match="the attention_mask of input 1 of the batch masks all of it"
+        qualms.QualmsError, match="the attention_mask of input 1 of the batch masks every token"
     ):
         qualms.Scorer(language.gpt2(), "entropy", class_dim=-1)(batch)
 
@@ -620,7 +620,7 @@ def test_forward_mode_that_gives_other_logits_is_not_believed() -> None:
             return self.layers(x) + (0.5 if is_functorch_wrapped_tensor(weight) else 0.0)
 
     scorer = qualms.Scorer(Shifty(), "regrad", class_dim=1)
-    with pytest.raises(qualms.QualmsError, match="different logits in forward mode"):
+    with pytest.raises(qualms.QualmsError, match="different logits in forward-mode AD"):
         scorer(images())
 
 
@@ -644,7 +644,7 @@ def test_what_only_looks_like_tokens_is_not_cut() -> None:
         "attention_mask": mask,
         "features": torch.randn(1, 6).double(),
     }
-    with pytest.raises(qualms.QualmsError, match="features of x is as long as its padded texts"):
+    with pytest.raises(qualms.QualmsError, match="features of x is as long as the padded texts"):
         qualms.Scorer(Extra(), "entropy", class_dim=-1)(batch)
     whole = qualms.Scorer(Extra(), "entropy", class_dim=-1)(
         batch | {"attention_mask": torch.ones(1, 6).long()}
@@ -795,7 +795,7 @@ def test_tangents_that_could_not_all_be_drawn_are_drawn_again(
     model, batch = language.gpt2(), language.text()
     scorer = qualms.Scorer(model, "fisher", class_dim=-1)
     want = scorer(batch).scores["fisher"]
-    (tangents,) = (one for one in scorer._cache.found.values() if isinstance(one, Tangents))
+    (tangents,) = (one for one in scorer._cache.entries.values() if isinstance(one, Tangents))
     draw = TangentDistribution.draw
     assert tangents.stack_range == (0, 16)
     monkeypatch.setattr(

@@ -400,9 +400,9 @@ def test_mistakes_are_told(model: nn.Module, x: Tensor) -> None:
         "methods is empty": lambda: qualms.Scorer(model, []),
         "a method is a int": lambda: qualms.Scorer(model, [3]),  # type: ignore[list-item]
         # type: ignore[arg-type]
-        "engine='fast' is not known": lambda: qualms.Scorer(model, engine="fast"),
+        "engine='fast' is invalid": lambda: qualms.Scorer(model, engine="fast"),
         # type: ignore[arg-type]
-        "layers='all' is not known": lambda: qualms.Scorer(model, layers="all"),
+        "layers='all' is invalid": lambda: qualms.Scorer(model, layers="all"),
         "model is a str": lambda: qualms.Scorer("resnet18")(x),  # type: ignore[arg-type]
     }.items():
         with pytest.raises(qualms.QualmsError, match=message):
@@ -539,7 +539,7 @@ assert resident() - before < 20 * 2**20, resident() - before
     for i in range(20):
         learnt.keep(("probe", i), i)
         learnt.get(("probe", 0), int)
-    assert len(learnt.found) == MAX_PER_KIND
+    assert len(learnt.entries) == MAX_PER_KIND
     assert learnt.get(("probe", 0), int) == 0  # asked for all the time
 
 

@@ -161,7 +161,7 @@ def test_too_few_inputs_are_told_how_many_it_takes() -> None:
     )
     with pytest.raises(
         qualms.QualmsError,
-        match=r"at most 1 % wrong .* at confidence 95 % requires 300 .* there are only 299; add 1",
+        match=r"at most 1 % among .* with 95 % confidence, requires 300 .* there are only 299; add 1",
     ):
         Threshold.from_labels(torch.arange(299.0), right[:299], 0.01, 0.95)
     right[[5, 280]] = False

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from qualms.data.images import number_of
+from qualms.data.images import hash_array
 from qualms.errors import QualmsError
 from qualms.gradients.input_data import batches
 from qualms.scorer import Scorer
@@ -92,7 +92,7 @@ def _hash_rows(x: torch.Tensor) -> list[int]:
     """
     # The bytes of each row.
     rows = x.reshape(len(x), -1).contiguous().view(torch.uint8).numpy()
-    return [number_of(row) for row in rows]
+    return [hash_array(row) for row in rows]
 
 
 def _load_pyfunc(path: str) -> ScorerModel:
@@ -119,6 +119,6 @@ def _import_mlflow() -> tuple[Any, Any]:
         from mlflow import pyfunc
     except ModuleNotFoundError as missing:
         raise QualmsError(
-            f"qualms.mlflow needs {missing.name}; pip install '.[mlflow]' in a clone of qualms."
+            f"qualms.mlflow needs {missing.name}; run pip install '.[mlflow]' in a clone of qualms."
         ) from None
     return cloudpickle, pyfunc

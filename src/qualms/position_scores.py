@@ -233,7 +233,7 @@ class PositionScorer:
                 table.errors[name] = errors.to(dtype)
             # The one group whose tangents also measure the gradient of the targets' likelihood.
             if targets is not None and smooth is None and lam is None:
-                norm = sums.of_text()
+                norm = sums.text_norm()
                 sequence = torch.tensor(torch.nan if norm is None else norm, dtype=dtype)
                 table = replace(table, sequence=sequence)
         for name in self.methods:
@@ -243,7 +243,9 @@ class PositionScorer:
 
         def restore_positions(values: Tensor) -> Tensor:
             """Give values [t, …] at flat positions the shape of the output, with padding."""
-            return sample.put_back(values.unflatten(0, position_shape), missing_value(values))
+            return sample.restore_padding(
+                values.unflatten(0, position_shape), missing_value(values)
+            )
 
         return table.map(restore_positions)
 
@@ -293,7 +295,8 @@ class PositionScorer:
             smooth,
         )
         engine = PositionSketchEngine(context.cache)
-        plan = engine.plan(request, expected, lam, TangentSums.held(expected.shape, rows))
+        bytes_per_tangent = TangentSums.bytes_per_tangent(expected.shape, rows)
+        plan = engine.plan(request, expected, lam, bytes_per_tangent)
         for products in engine.run(plan, request):
             sums.add(products)
             # Frees its memory before the loop runs the next pass.
@@ -370,7 +373,7 @@ class PositionScorer:
             model=models_at[0],
             settings=replace(context.settings, params=params),
             members=tuple(models_at[1:]),
-            cache=context.cache.once(("position", position), PlanCache),
+            cache=context.cache.get_or_compute(("position", position), PlanCache),
             method_cache={},
         )
         batch_context = BatchContext(at_position, sample.batch, [number])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qualms.errors import QualmsError
 from qualms.gradients.precision import at_least_float32
-from qualms.methods.at_positions import NOWHERE, blocks
+from qualms.methods.at_positions import NOWHERE, position_blocks
 from qualms.methods.divergence import log_softmax
 
 TOP_CLASSES = 5  # the number of classes that are kept at every position
@@ -46,7 +46,7 @@ class PositionTable:
         probs: list[Tensor] = []
         classes: list[Tensor] = []
         # Block by block, since probabilities in double precision take much memory.
-        for block in blocks(*logits.shape):
+        for block in position_blocks(*logits.shape):
             p = logits[block].double().softmax(-1)
             top = p.topk(min(TOP_CLASSES, logits.shape[1]))
             probs.append(top.values)
@@ -159,7 +159,7 @@ def log_probs_of_targets(
             "from 0."
         )
     parts: list[Tensor] = []
-    for block in blocks(*logits.shape):
+    for block in position_blocks(*logits.shape):
         # Positions without a target read class 0; `torch.where` below replaces that by NaN.
         class_indices = targets[block].clamp_min(0)[:, None]
         log_p = log_softmax(logits[block].double())

@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.settings import Engine, Sketch
 from qualms.methods.at_positions import NOWHERE
 
 # "mean", "max", "sum", or a quantile between 0 and 1.
@@ -105,33 +104,6 @@ class Positions:
             )
         return cls(class_dim, reduce, tuple(chosen), ignore_index)
 
-    def choose_engine(self, asked: Engine | Sketch | None) -> Engine | Sketch:
-        """Return the engine for scores at positions, after checking what the user asked for.
-
-        Scores at all positions are always sketched. Scores at a few chosen positions are exact by
-        default.
-
-        Args:
-            asked: the `engine` argument of `Scorer`; None if the user left it out.
-
-        Raises:
-            QualmsError: if the engine that was asked for cannot compute the scores.
-        """
-        if self.chosen is not None:
-            if asked == "auto":
-                raise QualmsError(
-                    "engine='auto' cannot be used with positions=; pass 'exact' or 'sketch'."
-                )
-            return asked or "exact"
-        if asked in ("exact", "reference"):
-            raise QualmsError(
-                f"engine={asked!r} takes one backward pass per class and position; name a few "
-                "positions in positions=, or use engine='sketch'."
-            )
-        if asked is None or asked == "auto":
-            return "sketch"
-        return asked
-
 
 @dataclass(frozen=True)
 class PositionTargets:
@@ -222,7 +194,7 @@ def require_reduction(reduce: Any) -> None:
     is_quantile = isinstance(reduce, float) and 0 < reduce < 1
     if reduce is not None and reduce not in ("mean", "max", "sum") and not is_quantile:
         raise QualmsError(
-            f"reduce={reduce!r} is not known; choose mean, max, sum, or a quantile above 0 and "
+            f"reduce={reduce!r} is invalid; choose mean, max, sum, or a quantile above 0 and "
             "below 1."
         )
 

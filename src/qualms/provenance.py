@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.layers import selected_parameters
+from qualms.gradients.layers import select_parameters
 from qualms.gradients.settings import Settings
 from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import LOGITS, Method
@@ -128,7 +128,7 @@ def describe_scores(
         engine, tolerance = "exact", 0.0
     params = None
     if settings.params is not None:
-        params = _digest_names(selected_parameters(model, settings.params))
+        params = _digest_names(select_parameters(model, settings.params))
     return Provenance(
         description,
         network,

@@ -239,7 +239,7 @@ class Scored:
             import pyarrow
         except ImportError:
             raise QualmsError(
-                "to_arrow needs pyarrow; pip install '.[app]' in a clone of qualms."
+                "to_arrow needs pyarrow; run pip install '.[app]' in a clone of qualms."
             ) from None
         ids_are_numbers = all(isinstance(input_id, int) for input_id in self.ids)
         # The types of columns by name; all others are float64.
@@ -257,7 +257,7 @@ class Scored:
         try:
             import pandas
         except ImportError:
-            raise QualmsError("to_pandas needs pandas; pip install pandas.") from None
+            raise QualmsError("to_pandas needs pandas; run pip install pandas.") from None
         return pandas.DataFrame(self.columns()).set_index("id")
 
 

@@ -12,7 +12,11 @@ from torch import nn
 from qualms.deprecated import RenamedAttribute
 from qualms.errors import QualmsError, UnitsWarning
 from qualms.gradients.batch import Batch, batch_tensors, num_samples, take_samples
-from qualms.gradients.engines.choice import resolve_engine
+from qualms.gradients.engines.choice import (
+    requested_engine,
+    requested_position_engine,
+    resolve_engine,
+)
 from qualms.gradients.input_data import batches, numbered_batches
 from qualms.gradients.isolation import (
     entry_fingerprint,
@@ -139,12 +143,12 @@ class Scorer:
         # to the inputs unscaled, as no `pixel_std` was passed. `_warn_of_units` warns of them.
         self._unscaled_noisy_specs = noisy_specs(methods) if pixel_std is None else ()
         self._positions = Positions.read(class_dim, reduce, positions, ignore_index)
-        if self._positions is not None:
-            engine = self._positions.choose_engine(engine)
-        elif tolerance is not None and engine in (None, "auto"):
-            engine = "exact"  # the engine that can leave out passes within a tolerance
+        if self._positions is None:
+            engine = requested_engine(engine, tolerance)
+        else:
+            engine = requested_position_engine(engine, at_all=self._positions.chosen is None)
         self.settings = Settings(
-            engine or "auto",
+            engine,
             layers,
             norm,
             params,
@@ -367,7 +371,7 @@ class Scorer:
                 self._gradient_methods(),
                 self._cache,
                 self._method_cache,
-                compares=self._positions is None and self._runs_exact_engine(),
+                compares_logits=self._positions is None and self._runs_exact_engine(),
             )
 
     def __getstate__(self) -> dict[str, Any]:

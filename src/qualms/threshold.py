@@ -368,7 +368,8 @@ def _find_certified_limit(
             "1."
         )
     promise = (
-        f"at most {100 * risk:g} % wrong among the accepted at confidence {100 * confidence:g} %"
+        f"an error rate of at most {100 * risk:g} % among accepted inputs, with "
+        f"{100 * confidence:g} % confidence,"
     )
     n = len(sorted_scores)
     # One more than must be right: the input at the limit itself is not accepted.

@@ -196,8 +196,8 @@ def test_the_page_says_how_far_the_start_is_and_can_be_used_once_it_is_over(
     page.get_by_text("Warming up: loading digits (2 of 3, ").wait_for(state="visible")
     assert "digits is warming up" in page.locator("#answer").text_content()
     assert page.locator("#file").is_disabled()
-    start.begin("scoring a first image")
-    page.get_by_text("Warming up: scoring a first image (3 of 3, ").wait_for(state="visible")
+    start.begin("scoring a warm-up image")
+    page.get_by_text("Warming up: scoring a warm-up image (3 of 3, ").wait_for(state="visible")
     start.finish(services.usual().model_info, services.usual().network.transform)
     page.get_by_text("Choose an image to see what digits predicts").wait_for(state="visible")
     assert page.locator("#warming").count() == 0

@@ -75,7 +75,7 @@ def test_it_prints_a_line_for_each_method_and_keeps_the_rows(
         (("--id", "known.txt"), "text needs --ood"),
         (
             ("--id", "known.txt", "--ood", "known.txt"),
-            "--ood names known.txt, which is what the network knows",
+            "--ood names known.txt, the dataset that the network knows",
         ),
         (
             ("--id", "known.txt", "--ood", "other.txt", "--methods", ","),
@@ -84,7 +84,7 @@ def test_it_prints_a_line_for_each_method_and_keeps_the_rows(
         (("--id", "known.txt", "--ood", "gone.txt"), "there is no gone.txt"),
         (
             ("--id", "known.txt", "--ood", "short.txt", "--window", "30"),
-            "no document of short has 30 tokens",
+            "no document of short has as many as 30 tokens",
         ),
         (("--id", "known.txt", "--ood", "other.txt", "--window", "40"), "reads at most 32 tokens"),
     ],

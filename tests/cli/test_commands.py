@@ -158,7 +158,7 @@ def test_bench_calibration_and_runtime_and_ablation_and_active_run(
         (("bench", "active", "--id", "folder"), "bench active needs a known dataset"),
         (
             ("bench", "ood", "--id", "digits", "--ood", "digits"),
-            "--ood names digits, which is what the network knows",
+            "--ood names digits, the dataset that the network knows",
         ),
         (
             ("bench", "active", "--id", "digits", "--methods", "mc-dropout"),
@@ -254,7 +254,7 @@ def test_a_command_without_its_packages_says_what_to_install(
     assert run(monkeypatch, "reproduce") == 1
     assert (
         capsys.readouterr().err
-        == "qualms: `qualms reproduce` needs rich.console; pip install '.[app]' in a clone of qualms.\n"
+        == "qualms: `qualms reproduce` needs rich.console; run pip install '.[app]' in a clone of qualms.\n"
     )
 
 
@@ -400,7 +400,7 @@ def test_a_defect_is_told_in_one_sentence_too(
     assert run(monkeypatch, "methods") == 3
     assert (
         capsys.readouterr().err
-        == "qualms: an unexpected error occurred, RuntimeError: a nut; pass --debug to see where.\n"
+        == "qualms: an unexpected error occurred, RuntimeError: a nut; pass --debug for a traceback.\n"
     )
     assert run(monkeypatch, "methods", "--no-such-option") == 2
 
@@ -483,7 +483,7 @@ def test_without_its_extra_the_command_says_what_to_install(
     assert run(monkeypatch, "--version") == 1
     assert (
         capsys.readouterr().err
-        == "qualms: the command line needs typer; pip install '.[app]' in a clone of qualms.\n"
+        == "qualms: the command line needs typer; run pip install '.[app]' in a clone of qualms.\n"
     )
 
 

@@ -259,7 +259,7 @@ def test_an_output_that_takes_no_more_is_told(archive_here: Path) -> None:
         command = [sys.executable, "-m", "qualms", "methods"]
         done = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
-    told = "qualms: what the command prints cannot be written (No space left on device);"
+    told = "qualms: the output of the command cannot be written (No space left on device);"
     assert done.stderr.startswith(told)
     assert done.stderr.count("\n") == 1
 
@@ -319,10 +319,7 @@ def test_shards_that_go_while_others_come_are_missed(
 
     monkeypatch.setattr(ImageScorer, "score", lost)
     assert run(monkeypatch, *COMMANDS["score to shards"]) == 1
-    assert (
-        "lost shards while it was being filled; run the same command again."
-        in capsys.readouterr().err
-    )
+    assert "were deleted during the run; run the same command again." in capsys.readouterr().err
     assert run(monkeypatch, *COMMANDS["score to shards"]) == 0
     assert capsys.readouterr().out.startswith("300 images scored")
 

@@ -78,11 +78,11 @@ def test_a_size_that_nobody_knows_is_refused_and_given_by_an_option(
     pictures(weights_here / "mine", 2, 24, 32)
     assert score(monkeypatch, "mine", *fixed) == 1
     err = capsys.readouterr().err
-    assert "fixed_size:net does not take images of 32 x 24 pixels (" in err
+    assert "fixed_size:net does not accept images of 32 x 24 pixels (" in err
     assert "pass --size, the size it was trained on" in err
     assert score(monkeypatch, "mine", *fixed, "--size", "16") == 0
     assert (
-        "2 images of 32 x 24 pixels were resized to 16 x 16 (bilinear), as --size says"
+        "2 images of 32 x 24 pixels were resized to 16 x 16 (bilinear), as set by --size"
         in capsys.readouterr().err
     )
 
@@ -136,7 +136,7 @@ def test_a_folder_called_like_a_dataset_has_no_published_network(
         "msp",
     )
     assert run(monkeypatch, *command) == 1
-    assert "no published network for 'digits'; name one with --model" in capsys.readouterr().err
+    assert "no published network for 'digits'; pass a network as --model" in capsys.readouterr().err
     assert run(monkeypatch, *command, "--model", "digits-cnn", "--out", "a.jsonl") == 1
     assert "the input normalization of digits-cnn is unknown" in capsys.readouterr().err
     assert (

@@ -88,7 +88,9 @@ def test_a_run_that_is_stopped_goes_on_and_ends_with_the_same_table(
     sizes: list[int] = []
     monkeypatch.setattr(ImageScorer, "score", stopped_at(100, sizes))
     assert run(monkeypatch, *words) == 0
-    assert f"resuming: 16 of 60 images are already done, in {PARTIAL}\n" in capsys.readouterr().err
+    assert (
+        f"resuming: 16 of 60 images are already scored, in {PARTIAL}\n" in capsys.readouterr().err
+    )
     assert sizes == [16, 28]
     assert (archives_here / "out" / "scores.csv").read_bytes() == want
     assert [path.name for path in (archives_here / "out").iterdir()] == ["scores.csv"]
@@ -197,7 +199,7 @@ def test_a_line_that_was_cut_short_by_a_kill_is_dropped(
     stop(monkeypatch, 3, *command())
     PARTIAL.write_bytes(PARTIAL.read_bytes()[:-40])
     assert run(monkeypatch, *command()) == 0
-    assert "resuming: 4 of 60 images are already done" in capsys.readouterr().err
+    assert "resuming: 4 of 60 images are already scored" in capsys.readouterr().err
     assert (archives_here / "out" / "scores.csv").read_bytes() == want
 
 
@@ -250,7 +252,7 @@ def test_a_disk_that_takes_no_more_ends_no_run(
 
     monkeypatch.setattr(Journal, "add", full)
     assert run(monkeypatch, *command()) == 0
-    told = "the disk is full. Scoring continues, but scores from here on are lost"
+    told = "the disk is full. Scoring continues, but if it is interrupted, later scores are lost"
     assert capsys.readouterr().err.count(told) == 1
     assert (archives_here / "out" / "scores.csv").read_bytes() == want
     assert not PARTIAL.exists()

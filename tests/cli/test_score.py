@@ -129,7 +129,7 @@ def test_a_table_has_the_format_of_its_name_and_json_goes_beside_it(
         (("--threshold", "none.json"), "there is no threshold file at none.json"),
         (("--threshold", "there.csv"), "there.csv is not a threshold file"),
         (("--threshold", "t.json", "--coverage", "0.9"), "leave out --reference and --coverage"),
-        (("--coverage", "0.9"), "name its images with --reference"),
+        (("--coverage", "0.9"), "a share of the reference images; pass --reference too"),
         (("--coverage", "95", "--reference", "known"), "--coverage is 95; pass a share"),
         (("--out", "shards/", "--overwrite"), "--overwrite and --json do not apply to shards"),
         (
@@ -202,7 +202,10 @@ def test_training_images_are_given_by_an_option_and_are_not_those_to_be_scored(
         [float(row["score_laplace"]) for row in rows(here / "scores.csv")], want, rtol=1e-3
     )
     assert run(monkeypatch, *command, "--train", "pictures", "--overwrite") == 1
-    assert "--train names the very images to score (pictures/ (folder))" in capsys.readouterr().err
+    assert (
+        "--train names the same images that are to be scored (pictures/ (folder))"
+        in capsys.readouterr().err
+    )
 
 
 # The decision.

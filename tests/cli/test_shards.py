@@ -87,7 +87,7 @@ def test_what_differs_is_told(
     [
         (
             ("--methods", "knn", "--train", "./pictures"),
-            "--train names the very images to score (pictures)",
+            "--train names the same images that are to be scored (pictures)",
         ),
     ],
 )

@@ -58,7 +58,7 @@ def test_by_risk_it_says_what_it_promises(
     assert run(monkeypatch, "threshold", "right.npz", *own(*words)) == 0
     told = capsys.readouterr().out
     assert told.startswith(
-        "At most 1 % wrong among the accepted, at confidence 95 %. Of 360 images of right.npz, "
+        "At most 1 % of accepted predictions are wrong, with 95 % confidence. Of 360 images of right.npz, "
     )
     assert re.search(r"35\d are accepted, 0 of them wrong: entropy is at most ", told)
     assert run(monkeypatch, "threshold", "few.npz", *own(*words, "--overwrite")) == 1

@@ -223,7 +223,7 @@ def test_the_worst_span_is_told_with_its_document(
             ("--engine", "exact"),
             "--engine exact would take one pass per class and token; use sketch.",
         ),
-        (("--out", "shards/"), "--tokens writes one table; name a file in --out."),
+        (("--out", "shards/"), "--tokens writes one table; pass a file as --out."),
         (("--out", "scores.xlsx"), "--out scores.xlsx; name a .csv, .parquet or .jsonl file"),
         (("--out", "story.csv"), "story.csv already exists; pass --overwrite"),
         (("--methods", "heat"), "heat cannot score single positions"),
@@ -263,7 +263,12 @@ def test_models_and_texts_that_are_not_there_are_told(
 ) -> None:
     for words, told in {
         ("nowhere.txt", *own()): "there is no nowhere.txt in the working directory or data",
-        ("story.txt", "--tokens", "--model", "hf:./none"): "there is no folder ./none for hf:",
+        (
+            "story.txt",
+            "--tokens",
+            "--model",
+            "hf:./none",
+        ): "hf:./none names a folder that does not exist",
         (
             "story.txt",
             "--tokens",
@@ -273,7 +278,7 @@ def test_models_and_texts_that_are_not_there_are_told(
         (
             "story.txt",
             *own("--generate", "31"),
-        ): "cannot write 31 new tokens; choose from 1 to 30.",
+        ): "cannot generate 31 new tokens; choose from 1 to 30.",
     }.items():
         assert run(monkeypatch, "score", *words) == 1
         assert told in capsys.readouterr().err

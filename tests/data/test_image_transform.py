@@ -60,8 +60,8 @@ def test_it_is_told_in_one_sentence() -> None:
         "3 images of 640 x 480 pixels were resized to 256 on the shorter side and cropped to 224 x 224 (bicubic), "
         "as in the network's settings"
     )
-    assert ImageTransform((8, 8), by="as --size says").describe([(2, 3), (9, 9)]) == (
-        "2 images of 3 x 2 to 9 x 9 pixels were resized to 8 x 8 (bilinear), as --size says"
+    assert ImageTransform((8, 8), by="as set by --size").describe([(2, 3), (9, 9)]) == (
+        "2 images of 3 x 2 to 9 x 9 pixels were resized to 8 x 8 (bilinear), as set by --size"
     )
 
 

@@ -103,7 +103,7 @@ def test_a_fingerprint_changes_with_pixels_labels_and_shape() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(qualms.QualmsError, match="a subset of 0 images of some"):
+    with pytest.raises(qualms.QualmsError, match="a subset of 0 images from some"):
         images().subset(0)
     with pytest.raises(qualms.QualmsError, match="some cannot be converted from 3 channels to 2"):
         images().convert(2, 8)

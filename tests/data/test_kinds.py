@@ -180,10 +180,10 @@ def test_a_plugin_for_heic_is_used_where_it_is_installed(
     plugin = types.ModuleType("pillow_heif")
     plugin.register_heif_opener = lambda: called.append(True)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pillow_heif", plugin)
-    folder_module.endings.cache_clear()
+    folder_module.readable_endings.cache_clear()
     saved(folder / "a.png", gradient())
     load("mine")
-    folder_module.endings.cache_clear()
+    folder_module.readable_endings.cache_clear()
     assert called
 
 
@@ -249,7 +249,7 @@ def pages(*sizes: int, broken: bool = False) -> bytes:
 
 
 def test_a_damaged_page_does_not_lead_to_another_one() -> None:
-    image, done = decode_image(pages(8, 600, 8, broken=True), "some.tif", most=100)
+    image, done = decode_image(pages(8, 600, 8, broken=True), "some.tif", max_pixels=100)
     assert image.size == (8, 8)
     assert image.getextrema() == ((0, 0),) * 3, "the first page is black"
     assert done == ["frames", "grayscale"]

@@ -72,7 +72,7 @@ def test_an_unknown_name_is_told_its_neighbors(tmp_path: Path) -> None:
 
 
 def test_splits_and_sizes_that_are_none() -> None:
-    with pytest.raises(qualms.QualmsError, match="the split 'val' is not known"):
+    with pytest.raises(qualms.QualmsError, match="the split 'val' is invalid"):
         load("digits", split="val")
     with pytest.raises(qualms.QualmsError, match="cannot be 0 pixels wide"):
         load("digits", size=0)
@@ -125,7 +125,7 @@ def test_a_package_that_is_not_there_is_named(
     write(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(
-        qualms.QualmsError, match=rf"reading .* needs {package}; pip install '\.\[app\]'"
+        qualms.QualmsError, match=rf"reading .* needs {package}; run pip install '\.\[app\]'"
     ):
         load(name, tmp_path)
 

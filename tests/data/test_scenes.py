@@ -12,7 +12,7 @@ from qualms.data.scenes import (
     LIKE_DIGITS,
     OBJECTS,
     UNKNOWN,
-    _unknown_objects,
+    _read_unknown_objects,
     scenes,
 )
 
@@ -62,10 +62,10 @@ def test_held_out_digits_are_never_among_the_known_and_letters_like_digits_never
 ):
     assert "8" not in CLASSES
     assert "9" not in CLASSES
-    assert len(_unknown_objects("letters", "test").shapes) == 4 * (52 - len(LIKE_DIGITS))
+    assert len(_read_unknown_objects("letters", "test").shapes) == 4 * (52 - len(LIKE_DIGITS))
     digits = load("digits").labels
     assert digits is not None
-    assert len(_unknown_objects("digits", "test").shapes) == int((digits >= 8).sum())
+    assert len(_read_unknown_objects("digits", "test").shapes) == int((digits >= 8).sum())
 
 
 def test_what_cannot_be_made_is_told() -> None:

@@ -146,7 +146,7 @@ def test_what_holds_no_text_is_told(workdir: Path) -> None:
         "nothing contains no texts; pass a .txt, .jsonl or .parquet file, or a folder"
     )
     assert refused("nothing.jsonl").startswith("nothing.jsonl contains no texts; pass a .txt")
-    assert refused("page.md").startswith("page.md is not a readable kind of text; pass a .txt")
+    assert refused("page.md").startswith("page.md is not in a supported format; pass a .txt")
     assert refused("nowhere.txt").startswith(
         "there is no nowhere.txt in the working directory or data; pass a .txt"
     )

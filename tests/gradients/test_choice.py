@@ -63,7 +63,7 @@ def test_a_named_engine_and_a_given_tolerance_are_kept() -> None:
 def counted(model: nn.Module, x: torch.Tensor, classes: int) -> float:
     with preserve_state(model) as inner:
         job = GradientRequest(inner, x, range(len(x)), Settings(), Directions(("classes",)))
-        return choice.exact_passes(job, classes, PlanCache())
+        return choice.count_exact_passes(job, classes, PlanCache())
 
 
 def test_work_is_counted_from_the_shapes_of_the_layers() -> None:

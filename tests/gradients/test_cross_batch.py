@@ -114,7 +114,7 @@ def test_randomness_that_the_first_input_hides_is_an_error(
     torch.manual_seed(0)
     model, x = DropsOut(), torch.randn(6, 6)
     x[0] = -x[0].abs()
-    with pytest.raises(QualmsError, match="random in evaluation mode"):
+    with pytest.raises(QualmsError, match="not deterministic in evaluation mode"):
         qualms.score(model, x, "regrad", engine=engine, batch_size=batch_size)
 
 

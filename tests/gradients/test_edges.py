@@ -5,6 +5,7 @@ what is wrong.
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_inner_products_that_32_bits_do_not_hold_have_the_right_cosines(
         job = _job(made(model, head).to(dtype), IMAGES.to(dtype))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", qualms.errors.SlowWarning)
-            gram = layer_table([job], PlanCache(), gram=True).values.sum(1)
+            gram = layer_table([replace(job, gram=True)], PlanCache()).values.sum(1)
         length = gram.diagonal(dim1=1, dim2=2).sqrt()
         found.append(gram / length[:, :, None] / length[:, None, :])
     assert (length > 0).all()
@@ -179,7 +180,7 @@ def test_a_black_image_is_not_written_out_for_every_class(monkeypatch: pytest.Mo
     job = GradientRequest(
         model.eval(), x, range(4), Settings(params="layer.weight"), Directions(("logits",)), None
     )
-    gram = layer_table([job], PlanCache(), gram=True).values
+    gram = layer_table([replace(job, gram=True)], PlanCache()).values
     assert (gram[3] == 0).all()
     assert found.again == 0
 

@@ -14,7 +14,7 @@ def with_all_passes(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor, **more: object
 ) -> Tensor:
     with monkeypatch.context() as patched:
-        patched.setattr(LastProduct, "pays", lambda *_: False)
+        patched.setattr(LastProduct, "is_cheaper", lambda *_: False)
         return qualms.class_gradient_norms(model, x, **more).norms
 
 

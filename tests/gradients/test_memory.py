@@ -153,7 +153,7 @@ def test_blocks_of_directions_are_all_directions() -> None:
     whole = torch.cat([DIRECTIONS[name](z) for name in wanted.names]).flatten(1, 2) / 2
     blocks = [
         v.unflatten(1, (3, 2)) * s[:, :, None, None]
-        for v, s in wanted.along(z, 8 * z.numel() * 2).blocks()
+        for v, s in wanted.cotangents_at(z, 8 * z.numel() * 2).blocks()
     ]
     assert [len(block) for block in blocks] == [2, 2, 1, 1, 2, 2, 1]
     assert torch.equal(torch.cat(blocks).flatten(1, 2), whole)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.directions import classes as class_directions
+from qualms.gradients.directions import class_directions
 from tests import networks as net
 from tests.helpers.engines import OneByOne
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import qualms
-from qualms.gradients.precision import Narrowest
+from qualms.gradients.precision import CoarsestCast
 from tests import evasive
 
 
@@ -47,9 +47,9 @@ def test_the_sketch_runs_what_casts_to_32_bits_inside(build: Any, seed: int) -> 
 
 def test_the_narrowest_type_on_the_way_is_found() -> None:
     def seen(work: Any, x: torch.Tensor) -> torch.dtype:
-        with Narrowest() as casts:
+        with CoarsestCast() as casts:
             out = work(x)
-        return casts.of(out)
+        return casts.precision_of(out)
 
     x = torch.randn(3, dtype=torch.double)
     assert seen(lambda x: x.exp(), x) is torch.double

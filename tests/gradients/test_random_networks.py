@@ -135,11 +135,13 @@ def check_sketch(network: Network, smooth: bool, figures: Figures) -> None:
         plan = engine.plan(job)
         drawn = tangents_of_layers(job, [(list(job.selected), 1.0)])
         ((sample, logits),) = engine.project(plan, job, drawn)
-        by_differences = SketchRun(plan, job, drawn, engine.cache).function() is not forward_mode
+        by_differences = (
+            SketchRun(plan, job, drawn, engine.cache).find_function() is not forward_mode
+        )
         figures.by_differences += by_differences
         for i in range(len(logits)):
             want, size = projections(
-                inner, job.rows(slice(i, i + 1)), job.selected, [drawn[0], drawn[1]]
+                inner, job.make_rows(slice(i, i + 1)), job.selected, [drawn[0], drawn[1]]
             )
             apart = (sample.values[:, i] - want).abs()
             assert (apart <= (1e-6 if by_differences else 1e-9) * size + 1e-300).all(), float(

@@ -66,7 +66,7 @@ def test_forward_mode_runs_recurrent_networks_in_single_precision(layer: type[nn
     cache = PlanCache()
     tangents = tangents_of_layers(request, [(list(request.selected), 1.0)])
     run = SketchRun(SketchEngine(cache).plan(request), request, tangents, cache)
-    assert run.function() is forward_mode
+    assert run.find_function() is forward_mode
 
 
 def test_dropout_between_layers_that_is_not_switched_off_is_left_to_torch() -> None:

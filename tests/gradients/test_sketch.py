@@ -66,7 +66,7 @@ def test_projections_are_those_of_the_gradients(
         ((sample, logits),) = engine.project(plan, job, drawn)
         have = sample.values
         for i in range(len(logits)):
-            on = job.rows(slice(i, i + 1))
+            on = job.make_rows(slice(i, i + 1))
             total: dict[str, Tensor] = {}
             for r in range(on.rows_per_sample):
                 z, found = sample_gradients(
@@ -207,10 +207,12 @@ def test_the_cauchy_scale_is_the_likeliest(k: int) -> None:
 
 
 def test_a_gradient_of_zero_has_norm_and_error_zero() -> None:
-    for law in ("normal", "cauchy"):
-        sample = Projections(torch.zeros(8, 2, 3, dtype=torch.double), law)
-        assert torch.equal(sample.scale, torch.zeros(2, 3, dtype=torch.double))
-        assert torch.equal(sample.error(sample.scale), torch.zeros(2, 3, dtype=torch.double))
+    for distribution in ("normal", "cauchy"):
+        sample = Projections(torch.zeros(8, 2, 3, dtype=torch.double), distribution)
+        assert torch.equal(sample.estimate_norms(), torch.zeros(2, 3, dtype=torch.double))
+        assert torch.equal(
+            sample.error(sample.estimate_norms()), torch.zeros(2, 3, dtype=torch.double)
+        )
     model, x = net.mlp(), torch.randn(3, 3, 4, 4)
     assert torch.equal(qualms.score(model, x, "negrad", engine="sketch"), torch.zeros(3))
 

@@ -27,10 +27,10 @@ def test_one_input_takes_several_tangents_at_once(case: Case) -> None:
         torch.testing.assert_close(
             alone(take_samples(batch, [0])).scores["regrad+layers"], want[:1], rtol=1e-7, atol=0
         )
-    assert [found for key, found in alone._cache.found.items() if key[0] == "stacked tangents"] == [
-        True
-    ]
-    assert not any(key[0] == "stacked tangents" for key in together._cache.found)
+    assert [
+        found for key, found in alone._cache.entries.items() if key[0] == "stacked tangents"
+    ] == [True]
+    assert not any(key[0] == "stacked tangents" for key in together._cache.entries)
 
 
 def test_where_several_tangents_cannot_be_pushed_at_once_one_by_one_will_do(
@@ -40,9 +40,11 @@ def test_where_several_tangents_cannot_be_pushed_at_once_one_by_one_will_do(
     model, x = net.mlp().double(), torch.randn(1, 3, 4, 4, dtype=torch.double)
     want = qualms.score(model, x, "regrad", engine="sketch")
 
-    def off(model: nn.Module, on: ModelInput, s: dict[str, Tensor], several: bool = False) -> Jvp:
-        z, dz = forward_mode(model, on, s, several)
-        return Jvp(z, dz * (1 + several))
+    def off(
+        model: nn.Module, on: ModelInput, s: dict[str, Tensor], is_stacked: bool = False
+    ) -> Jvp:
+        z, dz = forward_mode(model, on, s, is_stacked)
+        return Jvp(z, dz * (1 + is_stacked))
 
     monkeypatch.setattr("qualms.gradients.engines.sketch.forward_mode", off)
     monkeypatch.setitem(JVP_FUNCTIONS, "forward mode", off)

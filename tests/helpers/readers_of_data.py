@@ -104,12 +104,17 @@ def _other_pictures(folder: Path) -> list[Path]:
     """All that Pillow both reads and writes, beside the formats that have a row of their own."""
     from PIL import Image
 
-    from qualms.data.folder import endings
+    from qualms.data.folder import readable_endings
 
     own = {"PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PDF"}
     paths = []
     for ending, kind in Image.registered_extensions().items():
-        if ending not in endings() or kind in own or kind not in Image.SAVE or kind == "EPS":
+        if (
+            ending not in readable_endings()
+            or kind in own
+            or kind not in Image.SAVE
+            or kind == "EPS"
+        ):
             continue
         for mode in ("RGB", "L", "1"):
             try:

@@ -61,12 +61,16 @@ def test_how_many_classes_a_pass_will_take_follows_the_tolerance() -> None:
     flat, steep = torch.zeros(1, CLASSES).double(), torch.linspace(0, 30, CLASSES).double()[None]
 
     def needed(logits: Tensor, tolerance: float) -> float:
-        job = GradientRequest(
-            nn.Identity(), logits, [0], Settings(tolerance=tolerance), Directions(("classes",))
+        request = GradientRequest(
+            nn.Identity(),
+            logits,
+            [0],
+            Settings(tolerance=tolerance),
+            Directions(("classes",)),
+            smallest_lambda=0.3,
         )
-        numbers = ClassSums(job, [REGrad(layers=0.3)], PlanCache(), None, lam=0.3).first_numbers(
-            logits
-        )
+        sums = ClassSums(request, [REGrad(layers=0.3)], PlanCache(), head=None)
+        numbers = sums.choose_first_numbers(logits)
         return float(numbers.double().mean())
 
     assert needed(flat, 0.0) == needed(steep, 0.0) == CLASSES
@@ -285,8 +289,8 @@ def test_classes_that_were_measured_count_when_more_are_needed() -> None:
             tally.add(every, classes, chances, terms.gather(-1, classes)[None], spread)
         value, error = tally.total(every)
         found.append(torch.stack([value[0], error[0]]))
-    assert tally.certain.any(-1).all()
-    assert (tally.number < 32).all()  # what is certain is measured once
+    assert tally.is_certain.any(-1).all()
+    assert (tally.num_drawn < 32).all()  # what is certain is measured once
     value, error = torch.stack(found).unbind(1)
     true = value.std(0)
     assert ((value.mean(0) - terms.sum(-1)).abs() < 4 * true / 400**0.5).all()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import qualms
-from qualms.gradients.directions import contrasts
+from qualms.gradients.directions import contrast_directions
 from qualms.methods import heat
 from qualms.methods.head import Head
 from qualms.methods.heat import head_trace, log_heat
@@ -197,7 +197,7 @@ def test_company_does_not_matter_even_where_the_model_mixes_inputs() -> None:
 
 @pytest.mark.parametrize("classes", [2, 3, 10, 17, 18, 100])
 def test_contrasts_are_the_centring_matrix(classes: int) -> None:
-    v = contrasts(torch.zeros(1, 1, classes))[:, 0, 0]
+    v = contrast_directions(torch.zeros(1, 1, classes))[:, 0, 0]
     centring = torch.eye(classes).double() - 1 / classes
     assert len(v) == min(classes - 1, 16)
     torch.testing.assert_close(v.sum(1), torch.zeros(len(v)).double(), atol=1e-12, rtol=0)
@@ -376,7 +376,7 @@ def test_a_model_that_refuses_noise_is_told_of_the_noise() -> None:
             return self.fc2(self.fc1(torch.cat([self.embed(x[:, 0].long()), x[:, 1:]], 1)).relu())
 
     with pytest.raises(
-        qualms.QualmsError, match="heat runs the model on 32 noise inputs, which failed"
+        qualms.QualmsError, match="heat needs to run the model on 32 noise inputs, but this failed"
     ):
         qualms.score(Category(), torch.ones(3, 4), "heat")
 

@@ -112,7 +112,7 @@ def test_without_safetensors_an_error_says_what_to_install(
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(
-        QualmsError, match=r"needs the package safetensors; pip install '\.\[app\]'"
+        QualmsError, match=r"needs the package safetensors; run pip install '\.\[app\]'"
     ):
         read_state(tmp_path / "w.safetensors")
 

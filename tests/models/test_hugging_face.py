@@ -92,7 +92,7 @@ def test_half_precision_on_disk_is_float32_in_memory(vit: Path) -> None:
 
 
 def test_no_part_of_the_network_is_random_in_silence(vit: Path) -> None:
-    assert "have 5 classes, so a last layer for 3 would be random" in refused(
+    assert "have 5 classes, so a last layer for 3 would be initialized randomly" in refused(
         f"hf:{vit}", classes=3
     )
     assert load_model(f"hf:{vit}", classes=5).config.num_labels == 5
@@ -102,7 +102,10 @@ def test_no_part_of_the_network_is_random_in_silence(vit: Path) -> None:
         vit / "model.safetensors",
         {"format": "pt"},
     )
-    assert "lack 2 tensors (first 'classifier.bias'), which would be random" in refused(f"hf:{vit}")
+    assert (
+        "lack 2 tensors (first 'classifier.bias'), which would be initialized randomly"
+        in refused(f"hf:{vit}")
+    )
 
 
 class RunsCode:
@@ -134,7 +137,7 @@ def test_what_is_no_classifier_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_had_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "there is no folder" in refused(f"hf:{tmp_path / 'none'}")
+    assert "names a folder that does not exist" in refused(f"hf:{tmp_path / 'none'}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "pass weights=, a checkpoint file" in refused("hf:nobody/has-this")
     monkeypatch.setitem(sys.modules, "transformers", None)

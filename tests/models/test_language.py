@@ -61,7 +61,7 @@ def test_no_part_of_the_model_is_random_in_silence(folder: Path) -> None:
     kept = {name: tensor for name, tensor in state.items() if name != "model.norm.weight"}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     assert (
-        "lack 1 tensors (first 'model.norm.weight'), which would be random; download all of them."
+        "lack 1 tensors (first 'model.norm.weight'), which would be initialized randomly; download all of them."
         in refused(folder)
     )
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_had_is_told(
         match=r"timm:resnet18 does not name a language model; pass hf:FOLDER or hf:NAME.",
     ):
         load_language_model("timm:resnet18")
-    assert "there is no folder" in refused(tmp_path / "none")
+    assert "names a folder that does not exist" in refused(tmp_path / "none")
     for file in folder.glob("tokenizer*"):
         file.unlink()
     assert "config.json, model.safetensors and tokenizer.json" in refused(folder)

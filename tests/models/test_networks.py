@@ -84,7 +84,7 @@ def test_published_weights_come_with_their_normalization_for_each_channel() -> N
 def test_a_shortcut_without_weights_takes_every_second_pixel_and_adds_channels_on_both_sides() -> (
     None
 ):
-    block = Block(16, 32, projected=False).eval()
+    block = Block(16, 32, has_shortcut_weights=False).eval()
     nn.init.zeros_(block.conv2.weight)  # leaves the shortcut alone
     x = torch.rand(2, 16, 8, 8)
     out = block(x)
@@ -94,5 +94,7 @@ def test_a_shortcut_without_weights_takes_every_second_pixel_and_adds_channels_o
 
 
 def test_a_projected_shortcut_has_weights_only_where_the_shape_changes() -> None:
-    names = [n for n, _ in resnet20(projected=True).named_parameters() if "downsample" in n]
+    names = [
+        n for n, _ in resnet20(has_shortcut_weights=True).named_parameters() if "downsample" in n
+    ]
     assert sorted({n.split(".downsample")[0] for n in names}) == ["layer2.0", "layer3.0"]

@@ -99,7 +99,7 @@ def test_published_weights_that_cannot_be_fetched_are_told(
 def test_what_cannot_be_a_classifier_as_asked_is_told() -> None:
     assert "did you mean resnet18" in refused("timm:resnt18")
     assert "Invalid pretrained tag" in refused("timm:resnet18.nobody_in1k")
-    assert "have 1000 classes, so a last layer for 3 would be random" in refused(
+    assert "have 1000 classes, so a last layer for 3 would be initialized randomly" in refused(
         "timm:resnet18", classes=3
     )
 
@@ -108,7 +108,7 @@ def test_a_network_without_a_classifier_is_told(tmp_path: Path) -> None:
     name = "vit_small_patch14_dinov2"
     assert timm.get_pretrained_cfg(name).num_classes == 0
     (tmp_path / "w.pt").write_bytes(b"")
-    assert "returns features, not classes" in refused(f"timm:{name}", tmp_path / "w.pt")
+    assert "outputs features, not logits" in refused(f"timm:{name}", tmp_path / "w.pt")
 
 
 def with_statistics(model: torch.nn.Module) -> torch.nn.Module:

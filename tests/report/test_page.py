@@ -114,7 +114,7 @@ def test_layers_are_told_in_words_only_for_methods_that_have_them(write: Write) 
     assert "in digits from Linear · fc" in found["exact"]["summary"]
     assert found["wide"]["bars"] == []
     assert found["wide"]["summary"] == (
-        "wide does not use gradients, so its scores do not come from layers. Those of exact and tied do."
+        "wide does not use gradients, so its scores cannot be split by layer. Those of exact and tied can."
     )
 
 

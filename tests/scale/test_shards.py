@@ -463,7 +463,7 @@ def test_a_shard_that_is_taken_away_meanwhile_is_missed(
         return score(images, place)
 
     source = open_source(as_npz(digits, tmp_path / "data"), None, None)
-    with pytest.raises(qualms.QualmsError, match=r"lost shards"):
+    with pytest.raises(qualms.QualmsError, match=r"were deleted during the run"):
         score_shards(taken_away, source, tmp_path / "out", {}, 20)
     assert score_shards(score, source, tmp_path / "out", {}, 20) == Done(COUNT, 0, None)
 

@@ -152,7 +152,7 @@ def handles(service: Running) -> int:
     ids=lambda request: repr(request[:30] + request[-30:]),
 )
 def test_what_is_no_request_is_told_so_in_one_sentence(service: Running, request_: bytes) -> None:
-    assert "not a valid request" in sentence(asked(service, request_), 400)
+    assert "not a valid HTTP/1.1 request" in sentence(asked(service, request_), 400)
 
 
 def test_a_body_in_many_small_pieces_is_answered_as_a_whole_one_is(service: Running) -> None:
@@ -406,7 +406,7 @@ def test_a_network_that_hangs_ends_the_service_with_a_sentence(tmp_path: Path) -
         assert time.monotonic() - began > 4  # as long again
         assert one.ask("/readyz")[1]["status"] == "hangs"
         status, said = one.ask("/v1/score", image(0))
-        assert (status, "the network does not respond" in said["error"]) == (503, True)
+        assert (status, "the network is not responding" in said["error"]) == (503, True)
         assert one.ask("/healthz")[0] == 200
         assert one.process.poll() is None
         family = one.family()
@@ -416,9 +416,7 @@ def test_a_network_that_hangs_ends_the_service_with_a_sentence(tmp_path: Path) -
         log = one.log.read_text()
         assert "qualms: the network took more than 8 s for a batch of 3" in log
         assert "services.py" in log  # where it was
-        assert (
-            log.rstrip().splitlines()[-1].startswith("qualms: the process with the network ended")
-        )
+        assert log.rstrip().splitlines()[-1].startswith("qualms: the worker process exited")
     finally:
         one.stop()
 

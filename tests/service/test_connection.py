@@ -1,6 +1,7 @@
 """One connection, byte by byte: what is counted, what is answered, and when it ends."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -43,7 +44,7 @@ class Wire(asyncio.Transport):
 
     @property
     def statuses(self) -> list[int]:
-        return [int(each.split()[0]) for each in self.written.split(b"HTTP/1.1 ")[1:]]
+        return [int(each) for each in re.findall(rb"HTTP/1\.1 (\d+) ", self.written)]
 
 
 def after(

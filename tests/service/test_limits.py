@@ -427,4 +427,4 @@ def test_images_are_decoded_in_threads_of_their_own(monkeypatch: pytest.MonkeyPa
 def test_a_body_that_does_not_arrive_is_not_waited_for() -> None:
     answer = raw(client(deadline=0.2).app, b'{"images": ')
     assert answer.status == 408
-    assert answer.error == "the body did not arrive within 0.2 s; send less, or faster."
+    assert answer.error == "the body did not arrive within 0.2 s; send it faster, or a smaller one."

@@ -102,7 +102,7 @@ def test_a_name_in_a_request_is_never_opened(name: str, monkeypatch: pytest.Monk
         (b'{"images": [[[NaN]]]}', 422, "images.0.0.0 is invalid"),
         (b'{"images": [[[1e999]]]}', 422, "images.0.0.0 is invalid"),
         (b'{"images": [[[256]]]}', 422, "images.0.0.0 is invalid"),
-        (b'{"images": [[[0.5]]]}', 422, "image 0 has fractions, but white is 255"),
+        (b'{"images": [[[0.5]]]}', 422, "image 0 has fractional numbers, but `white` is 255"),
         (b'{"images": [[[2]]], "white": 1}', 422, "image 0 has numbers outside 0 to 1"),
         (b'{"images": [[[0, 1], [0]]]}', 422, "image 0 is not an array of numbers"),
         (b'{"images": [[[[0, 1]]]]}', 422, "image 0 has 2 channels"),
@@ -162,7 +162,7 @@ def test_memory_that_runs_out_is_answered_without_a_traceback(
     monkeypatch.setattr(ImageReader, "read_arrays", too_much)
     tensor = {"name": "images", "shape": [1, 1, 1], "datatype": "UINT8", "data": [0]}
     body = {"inputs": [tensor]} if "infer" in path else {"images": [[[0]]]}
-    refused(client().post(path, json=body), 413, "more memory than there is")
+    refused(client().post(path, json=body), 413, "more memory than is available")
     assert caplog.text == ""
 
 
@@ -173,7 +173,7 @@ def test_memory_that_runs_out_as_a_file_is_decoded_is_not_the_files_fault(
         raise MemoryError
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", too_much)
-    refused(client().post("/v1/score", files=upload(0)), 413, "more memory than there is")
+    refused(client().post("/v1/score", files=upload(0)), 413, "more memory than is available")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_only_the_first_of_many_mistakes_is_looked_for(kind: Any, body: dict[str
 
 def test_many_unknown_fields_are_one_sentence() -> None:
     body = {"images": [[[0]]]} | {f"unknown {i}": 0 for i in range(50_000)}
-    refused(client().post("/v1/score", json=body), 422, "the body has 50,000 mistakes")
+    refused(client().post("/v1/score", json=body), 422, "the body has 50,000 errors")
 
 
 @pytest.mark.parametrize("length", [80, 3_000])

@@ -183,7 +183,7 @@ def test_a_dead_process_ends_the_service_with_a_sentence(start: Start) -> None:
     (scoring,) = (p for p in service.family() if any("spawn_main" in word for word in p.cmdline()))
     scoring.kill()
     assert service.process.wait(PATIENCE) == 1
-    assert "qualms: the process with the network ended" in service.log.read_text()
+    assert "qualms: the worker process exited" in service.log.read_text()
 
 
 DEAD = """
@@ -209,7 +209,7 @@ def test_a_process_that_dies_as_it_loads_is_not_waited_for(tmp_path: Path) -> No
     command = [sys.executable, str(tmp_path / "dead.py"), port]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
-    assert "QualmsError: the process with the network ended while loading it" in done.stderr
+    assert "QualmsError: the worker process exited while loading the network" in done.stderr
 
 
 def test_an_invalid_setup_is_one_sentence(

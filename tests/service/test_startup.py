@@ -38,7 +38,7 @@ def test_probes_say_how_far_the_start_is() -> None:
     assert first.headers["retry-after"] == "5"
     assert first.json() == {
         "status": "warming up",
-        "step": "starting the process with the network",
+        "step": "starting the worker process",
         "step_number": 1,
         "steps": 3,
         "seconds": pytest.approx(0, abs=30),
@@ -91,7 +91,7 @@ def test_a_failed_start_is_reported_without_its_details() -> None:
 def test_a_network_that_hangs_is_not_ready() -> None:
     ask = client(hangs=lambda: True)
     assert ask.get("/readyz").json()["status"] == "hangs"
-    refused(ask.post("/v1/score", files=upload(0)), 503, "the network does not respond")
+    refused(ask.post("/v1/score", files=upload(0)), 503, "the network is not responding")
 
 
 def test_what_is_served_says_its_tolerance() -> None:
@@ -119,10 +119,10 @@ def test_the_log_says_each_step_with_its_seconds() -> None:
     lines: list[str] = []
     start = Startup(usual().model_info, 3, lines.append)
     start.begin("loading digits")
-    start.begin("scoring a first image")
+    start.begin("scoring a warm-up image")
     assert [re.sub(r"^\d+\.\d s", "T", line) for line in lines] == [
         "T: loading digits …",
-        "T: scoring a first image …",
+        "T: scoring a warm-up image …",
     ]
     assert start.progress().number == 3
 
@@ -166,10 +166,10 @@ def test_it_listens_while_the_network_is_loaded(
         ]
         where = f"http://127.0.0.1:{service.port}"
         assert lines == [
-            "T: starting the process with the network …",
+            "T: starting the worker process …",
             f"T: listening on {where}",
             "T: loading digits …",
-            "T: scoring a first image, about T per image (18 forward passes) …",
+            "T: scoring a warm-up image, about T per image (18 forward passes) …",
             f"ready after T: digits is served at {where}; its page is {where}/, its routes are at {where}/docs.",
         ]
     finally:

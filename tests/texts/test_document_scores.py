@@ -165,7 +165,7 @@ def test_a_shorter_context_can_be_asked_for_and_a_longer_one_not(tiny: LanguageM
         [entropy(one) for one in said[-3:]], rel=1e-4
     )
     with pytest.raises(
-        QualmsError, match="the context is 33 tokens; choose from 4 to 32, which tiny can read"
+        QualmsError, match="the context is 33 tokens; choose 4 to 32, the limit of tiny"
     ):
         scored(tiny, SHORT, context=33)
     with pytest.raises(QualmsError, match="the context is 2 tokens"):

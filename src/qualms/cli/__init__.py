@@ -15,7 +15,7 @@ def main() -> None:
         except ModuleNotFoundError as missing:
             print(
                 f"qualms: the command line needs {missing.name}; "
-                "pip install '.[app]' in a clone of qualms.",
+                "run pip install '.[app]' in a clone of qualms.",
                 file=sys.stderr,
             )
             sys.exit(1)

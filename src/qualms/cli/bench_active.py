@@ -36,18 +36,14 @@ class ActiveOptions(TaskOptions):
     start: Annotated[int, typer.Option(help="Number of labeled images to start with.")] = 20
     more: Annotated[int, typer.Option(help="Number of images that each cycle adds.")] = 20
     cycles: Annotated[int, typer.Option(help="Number of cycles.")] = 10
-    epochs: Annotated[int, typer.Option(help="Maximum number of epochs of each training run.")] = (
-        EPOCHS
-    )
+    epochs: Annotated[int, typer.Option(help="Maximum number of epochs per training run.")] = EPOCHS
     pool: Annotated[int | None, typer.Option(help="Number of images to pick from.")] = None
     validation: Annotated[
-        int | None, typer.Option(help="Number of validation images that select the best epoch.")
+        int | None, typer.Option(help="Number of validation images for choosing the best epoch.")
     ] = None
     diversity: Annotated[
         float | None,
-        typer.Option(
-            help="Pick diverse images among this many times as many candidates, at least 1."
-        ),
+        typer.Option(help="Pick diverse images, from this many candidates per pick; at least 1."),
     ] = None
 
     def plan(self) -> Plan:

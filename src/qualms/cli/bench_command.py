@@ -14,7 +14,7 @@ class Tasks(LazyGroup):
 
     what = "task"
     table = {  # noqa: RUF012 (the base class says that it belongs to the class)
-        "ood": ("qualms.cli.bench_images", "Can scores detect images of other datasets?"),
+        "ood": ("qualms.cli.bench_images", "Can scores detect images from other datasets?"),
         "calibration": (
             "qualms.cli.bench_images",
             "Are the most certain predictions the correct ones?",

@@ -56,7 +56,7 @@ class NetworkTaskOptions(NetworkOptions, TaskOptions):
 
     classes: Annotated[
         int | None,
-        typer.Option(help="Number of classes, for networks that can have any number."),
+        typer.Option(help="Number of classes, for networks where it can be chosen."),
     ] = None
     engine: Engine = "auto"
     tolerance: Tolerance = None
@@ -77,7 +77,7 @@ def parse_outside(task: str, inside: str, outside: str) -> list[str]:
         )
     if inside in names:
         raise QualmsError(
-            f"--ood names {inside}, which is what the network knows; name other datasets."
+            f"--ood names {inside}, the dataset that the network knows; name other datasets."
         )
     return list(dict.fromkeys(names))
 

@@ -36,9 +36,9 @@ from qualms.tasks.score_rows import Methods
 
 @with_options(NetworkTaskOptions)
 def ood(options: NetworkTaskOptions, outside: Outside = "", methods: Specs = "paper") -> None:
-    """Measure how well scores detect images of other datasets.
+    """Measure how well scores detect images from other datasets.
 
-    Noise levels in methods are for pixels from 0 to 1. Run an interrupted command again to resume
+    Noise levels in methods assume pixels from 0 to 1. Run an interrupted command again to resume
     it.
     Example:
 
@@ -53,7 +53,7 @@ def ood(options: NetworkTaskOptions, outside: Outside = "", methods: Specs = "pa
 def calibration(options: NetworkTaskOptions, methods: Specs = "paper") -> None:
     """Measure whether the predictions with the lowest scores are the correct ones.
 
-    Noise levels in methods are for pixels from 0 to 1. Run an interrupted command again to resume
+    Noise levels in methods assume pixels from 0 to 1. Run an interrupted command again to resume
     it.
     Example:
 
@@ -67,8 +67,8 @@ def calibration(options: NetworkTaskOptions, methods: Specs = "paper") -> None:
 def ablation(options: NetworkTaskOptions, outside: Outside = "") -> None:
     """Measure what each part of REGrad* adds, and how much λ and σ matter.
 
-    The measure is how well images of other datasets are detected. Run an interrupted command again
-    to resume it. Example:
+    The measure is how well images from other datasets are detected. Run an interrupted command
+    again to resume it. Example:
 
         qualms bench ablation --id svhn --ood cifar10
     """

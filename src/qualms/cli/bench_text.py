@@ -50,7 +50,7 @@ class TokenTaskOptions:
     outside: Outside = ""
     methods: Annotated[str, typer.Option("--methods", help="Comma-separated methods.")] = METHODS
     count: Annotated[
-        int, typer.Option("--count", min=0, help="Number of windows of each text; 0 for all.")
+        int, typer.Option("--count", min=0, help="Number of windows per text; 0 for all.")
     ] = 100
     window: Annotated[
         int, typer.Option("--window", min=2, help="Number of tokens in a window.")

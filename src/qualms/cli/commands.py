@@ -60,7 +60,7 @@ class Commands(LazyGroup):
         ),
         "methods": (
             "qualms.cli.methods_command",
-            "List the methods, with their needs and costs.",
+            "List the methods, with their requirements and costs.",
         ),
         "bench": ("qualms.cli.bench_command", "Evaluate methods on a network."),
         "report": (
@@ -165,12 +165,12 @@ def _explain(error: Exception) -> QualmsError:
     """
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return QualmsError(
-            f"{error.filename or 'what the command prints'} cannot be written "
+            f"{error.filename or 'the output of the command'} cannot be written "
             f"({error.strerror}); free some space, and run the command again."
         )
     return UnexpectedError(
-        f"an unexpected error occurred, {type(error).__name__}: {reason(error)}; pass --debug to "
-        "see where."
+        f"an unexpected error occurred, {type(error).__name__}: {reason(error)}; pass --debug for "
+        "a traceback."
     )
 
 

@@ -22,8 +22,8 @@ def demo(
     seed: Seed = 0,
     json_lines: Json = False,
 ) -> None:
-    """Train the paper's CNN on the digits 0 to 6, score images that it does and does not know with
-    every method, and write a report page.
+    """Train the paper's CNN on the digits 0 to 6, score known and unknown images with every method,
+    and write a report page.
 
     The unknown images are the digits 7 to 9, letters, and patches of photographs, all of them
     bundled. Example:

@@ -106,7 +106,7 @@ class LazyCommand(TyperCommand):
         except ModuleNotFoundError as missing:
             raise QualmsError(
                 f"`qualms {self.name}` needs {missing.name}; "
-                "pip install '.[app]' in a clone of qualms."
+                "run pip install '.[app]' in a clone of qualms."
             ) from missing
         finally:
             status_line("")

@@ -59,7 +59,7 @@ def load_network(
         QualmsError: If weights or the normalization are not found.
     """
     if not name:
-        raise QualmsError(f"there is no published network for {data!r}; name one with --model.")
+        raise QualmsError(f"there is no published network for {data!r}; pass a network as --model.")
     device = resolve_device(options.device)
     dataset, entry = dataset_name(data, options.root), ZOO.get(name)
     weights = options.weights
@@ -193,7 +193,7 @@ def _image_transform(
         interpolation: Interpolation = "bilinear"
         if published.transform is not None:
             interpolation = published.transform.interpolation
-        return ImageTransform((size, size), None, interpolation, channels, by="as --size says")
+        return ImageTransform((size, size), None, interpolation, channels, by="as set by --size")
     if published.transform is None:
         return None
     return replace(published.transform, channels=channels)

@@ -31,7 +31,7 @@ ALTERNATIVES = ("energy", "gen", "heat", "coherence")
 COUNT = 500  # test images of each dataset, unless --count is given
 MODEL = "A network: a name, timm:NAME, hf:NAME, FILE.pt2, or module:factory."
 SPECS = "Comma-separated methods, or `paper`, or `all`."
-DECIDING_SPECS = "Comma-separated methods; the first one decides."
+DECIDING_SPECS = "Comma-separated methods; the first one decides what is accepted."
 
 
 def _require_tolerance(tolerance: float | None) -> float | None:
@@ -102,7 +102,7 @@ Std = Annotated[
     typer.Option("--std", help="Standard deviation of the normalization, in the format of --mean."),
 ]
 Device = Annotated[
-    str, typer.Option("--device", help="Run on cpu, cuda or mps; auto takes the fastest available.")
+    str, typer.Option("--device", help="Run on cpu, cuda or mps; auto picks the fastest available.")
 ]
 
 # The images.
@@ -117,7 +117,7 @@ Inside = Annotated[
 ]
 Outside = Annotated[str, typer.Option("--ood", help="Other datasets or texts, comma-separated.")]
 Count = Annotated[
-    int, typer.Option("--count", help="Number of test images of each dataset; 0 for all.")
+    int, typer.Option("--count", help="Number of test images per dataset; 0 for all.")
 ]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Stop at the first input that cannot be read.")

@@ -112,7 +112,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
             self._journal.add(row)
         except QualmsError as error:
             self._on_disk = False
-            echo(f"{error} Scoring continues, but scores from here on are lost if it is stopped.")
+            echo(f"{error} Scoring continues, but if it is interrupted, later scores are lost.")
 
     def finish(self) -> None:
         """Forget all batches, and remove the file: the table is complete."""
@@ -305,7 +305,7 @@ def _restore(row: PartRow, threshold: Threshold | None) -> Scored:
         raise ValueError("not one prediction for each image")
     is_class = (predicted >= 0) & (predicted < row["classes"])
     if not bool(is_class.all()):
-        raise ValueError("predictions that are no classes")
+        raise ValueError("predictions that are not classes")
     return Scored(
         {name: _tensor(values, count) for name, values in row["scores"].items()},
         {name: _tensor(values, count) for name, values in row["errors"].items()},

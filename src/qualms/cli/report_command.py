@@ -101,13 +101,13 @@ class ReportOptions(NetworkOptions, ReportSubject):
     cycles: Annotated[
         Path | None,
         typer.Option(
-            help="Plot the learning curves in this file of rows from `qualms bench active`."
+            help="Plot the learning curves in this JSON lines file of `qualms bench active`."
         ),
     ] = None
     rows: Annotated[
         Path | None,
         typer.Option(
-            help="Save scores in this file of rows, and reuse those it has.",
+            help="Save scores to this JSON lines file, and reuse those already in it.",
             show_default="runs/ood-ID-MODEL-seedN.jsonl",
         ),
     ] = None
@@ -127,7 +127,7 @@ class ReportOptions(NetworkOptions, ReportSubject):
 
 @with_options(ReportOptions)
 def report(options: ReportOptions) -> None:
-    """Write a page that works offline: which images the network knows, by which method.
+    """Write an offline HTML page that shows which images the network knows, by each method.
 
     It shows how many images are accepted at a threshold, and each image with its prediction and its
     score; --ood and labels add comparisons. Scores are shared with `qualms bench ood`. Run an

@@ -19,7 +19,7 @@ def reproduce(
     preset: Annotated[
         str,
         typer.Option(
-            help="Size of the experiments: cpu (reduced; hours on two cores) or paper (in full)."
+            help="Size of the experiments: cpu (reduced; hours on two cores) or paper (full)."
         ),
     ] = "cpu",
     out: Annotated[

@@ -70,8 +70,8 @@ def score(
     out: Annotated[
         str | None,
         typer.Option(
-            help="Write the table to this .csv, .parquet or .jsonl file, to stdout (-), or as "
-            "shards to a folder/, for any number of images. Run an interrupted command again to "
+            help="Write the table to this .csv, .parquet or .jsonl file or to stdout (-). For any "
+            "number of images, write shards to a folder/. Run an interrupted command again to "
             "resume it (not with --tokens or stdout).",
             show_default=FILE,
         ),
@@ -84,7 +84,7 @@ def score(
     coverage: Annotated[
         float | None,
         typer.Option(
-            help="Share of the reference that is accepted, from 0 to 1.",
+            help="Share of the reference images to accept, from 0 to 1.",
             show_default=str(COVERAGE),
         ),
     ] = None,
@@ -100,8 +100,8 @@ def score(
     position in the text and the most likely next token), and one column per method. Higher means
     more uncertain. With a reference or a threshold, two more columns show, for the first method,
     the percentage of reference scores that are lower, and whether the prediction is accepted. Noise
-    levels in methods are for pixels from 0 to 1. Inputs that cannot be read are listed in a file
-    next to the table, and the exit code is 4. Examples:
+    levels in methods assume pixels from 0 to 1. Inputs that cannot be read are listed in a file
+    next to the table, and the exit code is then 4. Examples:
 
         qualms score photos/ --model timm:resnet18 --methods regrad+layers+smooth,energy
 
@@ -219,7 +219,7 @@ def _parse_decision(
             "--threshold has its own reference and coverage; leave out --reference and --coverage."
         )
     if coverage is not None and reference is None:
-        raise QualmsError("--coverage is a share of a reference; name its images with --reference.")
+        raise QualmsError("--coverage is a share of the reference images; pass --reference too.")
     if coverage is None:
         coverage = COVERAGE
     if not 0 < coverage <= 1:
@@ -306,5 +306,5 @@ def _open_partial(
     path = partial_path(table.path)
     partial = PartialFile(path, about, overwrite)
     if partial.count():
-        echo(f"resuming: {partial.count()} of {total} images are already done, in {path}")
+        echo(f"resuming: {partial.count()} of {total} images are already scored, in {path}")
     return partial

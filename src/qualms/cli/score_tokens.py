@@ -113,7 +113,7 @@ def score_tokens(
         options: The other options of the command.
     """
     if out is not None and is_folder(out):
-        raise QualmsError("--tokens writes one table; name a file in --out.")
+        raise QualmsError("--tokens writes one table; pass a file as --out.")
     wanted = parse_token_methods(METHOD if methods is None else methods)
     device = resolve_device(options.device)
     table = None if out is None else open_table(out, overwrite, json_lines)

@@ -206,7 +206,7 @@ class ScoringRun:
         if wanted not in (None, count):
             raise QualmsError(
                 f"--classes lists {wanted} classes, but {self.network.name} outputs {count}; "
-                "pass as many as it has."
+                f"pass {count}."
             )
 
 
@@ -259,7 +259,8 @@ def same_training_images(source: str) -> QualmsError:
         source: Where the images come from.
     """
     return QualmsError(
-        f"--train names the very images to score ({source}); choose other training images."
+        f"--train names the same images that are to be scored ({source}); choose other training "
+        "images."
     )
 
 

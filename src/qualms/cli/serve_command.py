@@ -40,7 +40,7 @@ def serve(
     threshold: Annotated[
         Path | None,
         typer.Option(
-            help="Threshold file from `qualms threshold`; without one, nothing is decided."
+            help="Threshold file from `qualms threshold`; without one, no decisions are made."
         ),
     ] = None,
     name: Annotated[
@@ -51,7 +51,7 @@ def serve(
     ] = None,
     host: Annotated[
         str,
-        typer.Option(help="Listen on this address; 0.0.0.0 and :: need a token."),
+        typer.Option(help="Listen on this address; 0.0.0.0 and :: require a token."),
     ] = LOOPBACK,
     port: Annotated[
         int, typer.Option(help="Listen on this port, from 1024 to 65535.")
@@ -129,7 +129,8 @@ def serve(
             from qualms.service.server import serve as run
     except ModuleNotFoundError as missing:
         raise QualmsError(
-            f"`qualms serve` needs {missing.name}; pip install '.[app,serve]' in a clone of qualms."
+            f"`qualms serve` needs {missing.name}; run pip install '.[app,serve]' in a clone of "
+            "qualms."
         ) from None
     loader = _Loader(address, name or _file_name(model), model, wanted, options, limit)
     run(loader, describe_unloaded(address, wanted, limit), settings, echo)
@@ -172,7 +173,7 @@ class _Loader:
             run = prepare_run("", self.model, self.methods, self.options)
             served = ScoringService(self.address, run.network, run.make_scorer(self.threshold))
             price = served.price()
-            step = "scoring a first image"
+            step = "scoring a warm-up image"
             if price is not None:
                 step += f", about {describe_price(price)}"
             begin(step)

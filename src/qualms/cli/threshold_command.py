@@ -40,7 +40,7 @@ def threshold(
     ],
     model: Annotated[str | None, typer.Option("--model", help=MODEL)] = None,
     method: Annotated[
-        str, typer.Option("--method", "--methods", help="The method whose score decides.")
+        str, typer.Option("--method", "--methods", help="The method that decides what is accepted.")
     ] = DEFAULT,
     coverage: Annotated[
         float | None,
@@ -57,7 +57,7 @@ def threshold(
     ] = None,
     confidence: Annotated[
         float | None,
-        typer.Option(help="Probability with which --risk must hold.", show_default=str(CONFIDENCE)),
+        typer.Option(help="Probability that --risk holds.", show_default=str(CONFIDENCE)),
     ] = None,
     out: Annotated[Path, typer.Option(help="Write the threshold to this file.")] = Path(
         "threshold.json"
@@ -68,7 +68,8 @@ def threshold(
     """Set a threshold on images that the network knows, for `qualms score`; or show one.
 
     Without labels, set it by --coverage. With labels (a folder per class, or those of a .npz file),
-    you can set it by --risk: "at most 1 % wrong among the accepted, at confidence 95 %". Examples:
+    you can set it by --risk, such as "at most 1 % of accepted predictions are wrong, with 95 %
+    confidence". Examples:
 
         qualms threshold val/ --model timm:resnet18 --coverage 0.95 --out t.json
 
@@ -94,7 +95,7 @@ def threshold(
         _show(images, Threshold.load(images), json_lines)
         return
     if model is None:
-        raise QualmsError("--model is missing; name the network that the threshold is for.")
+        raise QualmsError("--model is missing; pass the network that the threshold is for.")
     _check_shares(coverage, risk, confidence)
     wanted = _parse_method(method, dataset_name(images, options.root) or "")
     require_new_file(out, overwrite)
@@ -207,7 +208,8 @@ def _show(path: str, threshold: Threshold, json_lines: bool) -> None:
         lines.append(f"These range from {low:.6g} to {high:.6g}, with median {median:.6g}.")
     if threshold.provenance is None:
         lines.append(
-            "It does not record its method and network; use it only with those it was set for."
+            "It does not record its method and network; use it only with the ones that it was set "
+            "for."
         )
     else:
         lines.append("It is valid only for scores computed with:")
@@ -234,10 +236,10 @@ def _promise(threshold: Threshold) -> str:
     if kind == "coverage" and len(shares) == 1:
         return f"At least {shares[0]} of inputs like these are accepted"
     if kind == "risk" and len(shares) == 2:
-        return f"At most {shares[0]} wrong among the accepted, at confidence {shares[1]}"
+        return f"At most {shares[0]} of accepted predictions are wrong, with {shares[1]} confidence"
     if kind == "risk" and len(shares) == 1:
-        return f"At most {shares[0]} wrong among the accepted, on the inputs that it was set on"
-    return f"Its rule is: {threshold.rule}"
+        return f"At most {shares[0]} of accepted predictions are wrong, on the calibration inputs"
+    return f"The rule is: {threshold.rule}"
 
 
 def _content(threshold: Threshold) -> dict[str, object]:

@@ -45,10 +45,12 @@ class TrainOptions:
     ] = None
     epochs: Annotated[
         int | None,
-        typer.Option(help="Number of epochs, instead of the recipe's; the schedule is rescaled."),
+        typer.Option(
+            help="Number of epochs, instead of the recipe's; the schedule is rescaled to match."
+        ),
     ] = None
     count: Annotated[
-        int | None, typer.Option(help="Number of training images; by default all.")
+        int | None, typer.Option(help="Number of training images; all by default.")
     ] = None
     batch: Annotated[
         int | None, typer.Option(help="Number of images in a batch.", show_default="the recipe's")
@@ -72,7 +74,7 @@ def train(options: TrainOptions) -> None:
         raise QualmsError(f"there is no recipe for {data!r}; choose one of {', '.join(NETWORKS)}.")
     name = options.model or NETWORKS.get(data)
     if name is None:
-        raise QualmsError(f"the paper trains no network on {data}; name one with --model.")
+        raise QualmsError(f"the paper trains no network on {data}; pass a network as --model.")
     recipe = _recipe(data, name, options)
     images = load(f"data:{data}", options.root, "train")
     test = load(f"data:{data}", options.root, "test")

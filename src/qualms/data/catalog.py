@@ -17,16 +17,17 @@ from qualms.deprecated import RenamedAttribute
 
 @dataclass(frozen=True)
 class Dataset:
-    """How a dataset is read, what comes out, and where it is published.
+    """How to read a named dataset, the shape of its images, and where to download it.
 
     Args:
-        read: a function from the folder of datasets and a split to the images.
-        classes: the number of classes; None where the files decide it.
+        read: a function that is called with the folder of datasets and a split, and returns the
+            images.
+        classes: the number of classes; None if it depends on the files.
         channels: the number of channels of the images.
         size: the height and width of the images, in pixels.
         normalization: the usual normalization; networks may use others.
-        get: instructions for getting the files, for errors.
-        package: the package that the images come with; None if they are read from files.
+        get: how to get the files, a clause that errors contain.
+        package: the Python package that contains the images; None if they are read from files.
     """
 
     read: Callable[[Path, str], Images]
@@ -80,7 +81,7 @@ DATASETS: dict[str, Dataset] = {
     ),
     "lsun": Dataset(
         read_lsun, None, 3, 32, CIFAR10,
-        "get LSUN (resize) from https://github.com/facebookresearch/odin, or any images of "
+        "get LSUN (resize) from https://github.com/facebookresearch/odin, or any images from "
         "https://www.yf.io/p/lsun, and unpack them to LSUN_resize",
     ),
     "digits": Dataset(

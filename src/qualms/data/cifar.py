@@ -20,12 +20,12 @@ from qualms.errors import QualmsError
 
 @dataclass(frozen=True)
 class _Layout:
-    """What sets the two datasets apart.
+    """Where the files of CIFAR-10 or CIFAR-100 are, and what they contain.
 
     Args:
         name: the name of the dataset.
         folder: the folder that holds the files, in the folder of datasets.
-        files: by split, the names of the files.
+        files: the names of the files by split.
         label_key: the key of the labels in each file.
         classes: the names of the classes.
     """
@@ -54,7 +54,7 @@ _CIFAR100 = _Layout(
 
 
 def read_cifar10(root: Path, split: str) -> Images:
-    """Read CIFAR-10, ten kinds of things; the training images are in five files.
+    """Read CIFAR-10: small photographs in ten classes.
 
     Args:
         root: the folder that holds `cifar-10-batches-py`.
@@ -63,11 +63,11 @@ def read_cifar10(root: Path, split: str) -> Images:
     Returns:
         Color images [n, 3, 32, 32].
     """
-    return _read(root, split, _CIFAR10)
+    return _read_split(root, split, _CIFAR10)
 
 
 def read_cifar100(root: Path, split: str) -> Images:
-    """Read CIFAR-100, a hundred kinds of things, with the fine labels.
+    """Read CIFAR-100: small photographs in a hundred classes, the fine labels.
 
     Args:
         root: the folder that holds `cifar-100-python`.
@@ -76,33 +76,39 @@ def read_cifar100(root: Path, split: str) -> Images:
     Returns:
         Color images [n, 3, 32, 32].
     """
-    return _read(root, split, _CIFAR100)
+    return _read_split(root, split, _CIFAR100)
 
 
-def _read(root: Path, split: str, layout: _Layout) -> Images:
-    """Read the images and labels of a split from all its files.
+def _read_split(root: Path, split: str, layout: _Layout) -> Images:
+    """Read all files of a split, and concatenate their images and labels.
 
     Args:
         root: the folder of datasets.
         split: "train" or "test".
-        layout: where the dataset's files are, and what they hold.
+        layout: where the dataset's files are, and what they contain.
     """
     folder = root / layout.folder
-    # All files are looked for before the first is read.
+    # Find all files before reading the first, so that a missing one is reported at once.
     paths = [find_first([folder / file], file) for file in layout.files[split]]
     pixels, labels = [], []
     for path in paths:
         batch = _read_batch(path, layout)
+        # `_read_batch` requires labels.
         assert batch.labels is not None
         pixels.append(batch.pixels.numpy())
         labels.append(batch.labels.numpy())
-    every_pixel = np.concatenate(pixels)
-    every_label = np.concatenate(labels)
-    return build_images(layout.name, folder, every_pixel, every_label, layout.classes)
+    all_pixels = np.concatenate(pixels)
+    all_labels = np.concatenate(labels)
+    return build_images(layout.name, folder, all_pixels, all_labels, layout.classes)
 
 
 def _read_batch(path: Path, layout: _Layout) -> Images:
-    """Read the images and labels of one file, or raise an error if it is not a CIFAR file."""
+    """Read the images and labels of one file, or raise an error if it is not a CIFAR file.
+
+    Args:
+        path: a pickle as described at the top of this file.
+        layout: the key of the labels, and the names of the classes.
+    """
     content = read_pickle(path)
     if not isinstance(content, dict):
         raise QualmsError(
@@ -128,19 +134,19 @@ def _read_batch(path: Path, layout: _Layout) -> Images:
 
 
 def _decode_key(key: Any) -> Any:
-    """Convert a key to text; Python 2 wrote keys as bytes."""
+    """Convert a key of bytes, as Python 2 pickled them, to text; return others unchanged."""
     return key.decode("latin1") if isinstance(key, bytes) else key
 
 
 def _is_byte_table(data: Any) -> bool:
-    """Whether a value is an array of bytes [n, 3072]: three colors of 32x32 pixels in each row."""
+    """Whether a value is a uint8 array [n, 3072]: three colors of 32x32 pixels in each row."""
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
         return False
     return data.ndim == 2 and data.shape[1] == 3072
 
 
 def _is_integer_list(labels: Any) -> bool:
-    """Whether a value is a list of whole numbers that 64 bits can hold."""
+    """Whether a value is a list of integers that fit into int64."""
     if not isinstance(labels, list):
         return False
     return all(type(label) is int and abs(label) < 2**63 for label in labels)

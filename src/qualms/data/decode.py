@@ -14,9 +14,10 @@ from qualms.errors import QualmsError, explain_failure
 
 T = TypeVar("T")
 
-ORIENTATION = 0x0112  # the EXIF tag of the orientation
-# Values of the tag for images that are not upright.
-TURNED = range(2, 9)
+# The EXIF tag of the orientation.
+ORIENTATION = 0x0112
+# The values of the tag for images that are stored rotated or mirrored.
+ROTATED_ORIENTATIONS = range(2, 9)
 
 # Memory is allocated for as many pixels as a header claims. So a header is believed only up to what
 # a file of its length can hold: MIN_BELIEVED_PIXELS in any file, or BELIEVED_PIXELS_PER_BYTE. A
@@ -24,9 +25,10 @@ TURNED = range(2, 9)
 # refused if they are large.
 MIN_BELIEVED_PIXELS = 2**25
 BELIEVED_PIXELS_PER_BYTE = 10_000
-SCALE_BLOCK = 2**20  # numbers that are scaled together
+# Pixel values that are scaled at a time.
+SCALE_BLOCK = 2**20
 
-# By what was changed in an image, a sentence about the n images in which it was.
+# A dict from each kind of change to the sentence that reports it; n is the number of images.
 CHANGES = {
     "frames": "{n} {images} {have} several frames; only the first was read",
     "orientation": "{n} {images} {were} rotated by EXIF orientation",
@@ -43,13 +45,13 @@ class Unreadable(QualmsError):
     """Raised if an image or text cannot be read.
 
     Args:
-        where: what the error calls the image or text.
-        reason: why it cannot be read, so that it completes the sentence "it is …".
-        error: the exception that a library raised, if any.
+        where: what the message calls the image or text.
+        reason: why the image or text cannot be read; completes the sentence "it is …".
+        error: the exception that a library raised; None if there was none.
 
     Attributes:
-        plain: the reason, without the class of the error.
-        reason: the reason, with the class of the error in parentheses, if there is one.
+        plain: the argument `reason`.
+        reason: the argument `reason`, followed by the class of `error` in parentheses, if any.
     """
 
     def __init__(self, where: str, reason: str, error: Exception | None = None) -> None:
@@ -68,35 +70,40 @@ def pillow() -> Any:
 
 
 def decode_image(
-    content: bytes, where: str, *, formats: Sequence[str] | None = None, most: int | None = None
+    content: bytes,
+    where: str,
+    *,
+    formats: Sequence[str] | None = None,
+    max_pixels: int | None = None,
 ) -> tuple[Any, list[str]]:
     """Decode the first frame of an image file, upright and in color.
 
     Args:
         content: the file's bytes.
         where: what errors call the image.
-        formats: the file formats that are read, by Pillow's names; all by default.
-        most: the largest number of pixels that is read; None for Pillow's own limit, which holds in
-            any case.
+        formats: the file formats that are accepted, by Pillow's names; all by default.
+        max_pixels: the largest number of pixels that is decoded; None for Pillow's own limit, which
+            always applies.
 
     Returns:
-        Pillow's image in mode RGB, and what was changed: keys of `CHANGES`.
+        Pillow's image in mode RGB; and what was changed, a list of keys of `CHANGES`.
 
     Raises:
         Unreadable: if the file is truncated, damaged or no image.
-        TooLarge: if its header claims too many pixels.
+        TooLarge: if the file's header claims too many pixels.
     """
-    image, changes = _open(content, where, formats, most)
-    # Read first, since `_scale_to_bytes` creates an image without metadata.
-    orientation = _read_metadata(lambda: int(image.getexif().get(ORIENTATION, 1)), 1)
+    image, changes = _open_first_frame(content, where, formats, max_pixels)
+    # Read before the conversions below, since `_scale_to_bytes` returns an image without metadata.
+    orientation = _read_or_default(lambda: int(image.getexif().get(ORIENTATION, 1)), default=1)
     if image.mode.startswith("I;16") or image.mode in ("I", "F"):
         image = _scale_to_bytes(image, where)
         changes.append("more bits")
     image = _convert_to_rgb(image, where, changes)
-    if orientation in TURNED:
-        _turn_upright(image, orientation)
+    if orientation in ROTATED_ORIENTATIONS:
+        _rotate_upright(image, orientation)
         changes.append("orientation")
-    return image, list(dict.fromkeys(changes))
+    unique_changes = list(dict.fromkeys(changes))
+    return image, unique_changes
 
 
 def open_image(content: bytes, where: str) -> Any:
@@ -109,15 +116,15 @@ def open_image(content: bytes, where: str) -> Any:
     Returns:
         Pillow's image.
     """
-    image, _ = _open(content, where, None, None)
+    image, _ = _open_first_frame(content, where, formats=None, max_pixels=None)
     return image
 
 
 def describe_changes(counts: Mapping[str, int]) -> list[str]:
-    """Describe in sentences what was changed in how many images.
+    """Write one sentence for each kind of change, with the number of images it was made in.
 
     Args:
-        counts: the number of images by key of `CHANGES`.
+        counts: a dict from keys of `CHANGES` to numbers of images.
     """
     sentences = []
     for change, template in CHANGES.items():
@@ -129,20 +136,23 @@ def describe_changes(counts: Mapping[str, int]) -> list[str]:
     return sentences
 
 
-def _open(
-    content: bytes, where: str, formats: Sequence[str] | None, most: int | None
+def _open_first_frame(
+    content: bytes,
+    where: str,
+    formats: Sequence[str] | None,
+    max_pixels: int | None,
 ) -> tuple[Any, list[str]]:
-    """Open an image and read its pixels, and note what Pillow changes or leaves out as it reads.
+    """Open an image and read its pixels, and note what Pillow changes or leaves out.
 
     Args:
         content: the file's bytes.
         where: what errors call the image.
-        formats: the file formats that are read, by Pillow's names; None for all.
-        most: the largest number of pixels that is read; None for Pillow's own limit.
+        formats: the file formats that are accepted, by Pillow's names; None for all.
+        max_pixels: the largest number of pixels that is decoded; None for Pillow's own limit.
 
     Returns:
-        Pillow's image of the first frame in its own mode, and a list of changes: "frames" and "more
-        bits", each only where it applies.
+        Pillow's image of the first frame in its own mode; and a list of keys of `CHANGES`: "frames"
+        if the file has more frames, "more bits" if Pillow reduced its colors to 8 bits.
     """
     library = pillow()
 
@@ -151,43 +161,43 @@ def _open(
         if isinstance(error, library.DecompressionBombError):
             # The message is: Image size (CLAIMED pixels) exceeds limit of LIMIT pixels, …
             claimed, limit = re.findall(r"\d+", str(error))[:2]
-            return _too_large(where, int(claimed), int(limit))
+            return _too_large_error(where, int(claimed), int(limit))
         return Unreadable(where, "truncated or not an image", error)
 
-    # Running out of memory is not a defect of the file.
+    # Running out of memory is not a defect of the file, so a MemoryError is not explained as one.
     with warnings.catch_warnings(), explain_failure(explain, let_through=(MemoryError,)):
-        # Warnings about sizes below the limit, and about damaged metadata.
+        # Pillow warns about images just below its size limit, and about damaged metadata.
         warnings.simplefilter("ignore")
         image = library.open(BytesIO(content), formats=formats)
         changes = []
         if _has_frames(image):
             changes.append("frames")
-        # Pillow reads 16-bit color as 8 bits; only the raw mode of its decoder shows it.
+        # Pillow reduces 16-bit color to 8 bits; only its decoder's raw mode, tile[3], tells.
         if any(";16" in str(tile[3]) for tile in getattr(image, "tile", ())):
             changes.append("more bits")
-        _require_size(image, where, len(content), most)
+        _require_plausible_size(image, where, len(content), max_pixels)
         image.load()
         if image.format == "PNG":
             require_complete_png(content, image)
     return image, changes
 
 
-def _require_size(image: Any, where: str, length: int, most: int | None) -> None:
+def _require_plausible_size(image: Any, where: str, length: int, max_pixels: int | None) -> None:
     """Raise if a header claims more pixels than the limit, or than its file can hold.
 
     Args:
         image: a Pillow image of which only the header was read.
         where: what errors call the image.
         length: the length of the file in bytes.
-        most: the limit, a number of pixels; None for no limit.
+        max_pixels: the limit, a number of pixels; None for no limit.
 
     Raises:
-        TooLarge: if the header claims more than `most`.
-        Unreadable: if it claims more than a file of this length is believed to hold.
+        TooLarge: if the header claims more than `max_pixels`.
+        Unreadable: if the header claims more than a file of this length is believed to hold.
     """
     claimed = image.width * image.height
-    if most is not None and claimed > most:
-        raise _too_large(where, claimed, most)
+    if max_pixels is not None and claimed > max_pixels:
+        raise _too_large_error(where, claimed, max_pixels)
     believed = max(MIN_BELIEVED_PIXELS, BELIEVED_PIXELS_PER_BYTE * length)
     if claimed > believed:
         raise Unreadable(
@@ -197,27 +207,27 @@ def _require_size(image: Any, where: str, length: int, most: int | None) -> None
         )
 
 
-def _too_large(where: str, claimed: int, limit: int) -> TooLarge:
+def _too_large_error(where: str, claimed: int, limit: int) -> TooLarge:
     """Create the error that a header claims more pixels than the limit.
 
     Args:
-        where: the name of the image in the error.
-        claimed: the number of pixels by the header.
-        limit: the largest number of pixels that is read.
+        where: what the error calls the image.
+        claimed: the number of pixels in the header.
+        limit: the largest number of pixels that is decoded.
     """
     return TooLarge(
         where, f"too large: its header claims {claimed:,} pixels; the limit is {limit:,}"
     )
 
 
-def _read_metadata(read: Callable[[], T], default: T) -> T:
-    """Return a value of a file's metadata, or the default if the metadata is damaged.
+def _read_or_default(read: Callable[[], T], default: T) -> T:
+    """Read a value of a file's metadata, or return a default if the metadata is damaged.
 
-    The pixels may be fine all the same.
+    Damaged metadata is no error, since the pixels may be intact.
 
     Args:
-        read: reads the value; any exception counts as damage.
-        default: the value for damaged metadata.
+        read: a function that returns the value; any exception it raises counts as damage.
+        default: the value to return for damaged metadata.
     """
     try:
         return read()
@@ -226,27 +236,29 @@ def _read_metadata(read: Callable[[], T], default: T) -> T:
 
 
 def _has_frames(image: Any) -> bool:
-    """Whether an image has a second frame; the image stays at its present frame.
+    """Whether a Pillow image has a second frame; the image's current frame stays selected.
 
-    Frames are not counted, since that would visit all of them.
+    The frames are not counted with `n_frames`, since that would visit all of them.
     """
-    first = image.tell()
-    is_animated = _read_metadata(lambda: bool(getattr(image, "is_animated", False)), False)
-    # Else another frame would be read, of another size.
-    if image.tell() != first:
-        image.seek(first)
+    current = image.tell()
+    is_animated = _read_or_default(
+        lambda: bool(getattr(image, "is_animated", False)), default=False
+    )
+    # Pillow may have moved to another frame, possibly of another size: go back.
+    if image.tell() != current:
+        image.seek(current)
     return is_animated
 
 
-def _turn_upright(image: Any, orientation: int) -> None:
+def _rotate_upright(image: Any, orientation: int) -> None:
     """Rotate and mirror an image in place, as its EXIF orientation asks for.
 
     Args:
         image: a Pillow image; its metadata is removed.
-        orientation: the value of the EXIF orientation, one of `TURNED`.
+        orientation: the value of the EXIF orientation, one of `ROTATED_ORIENTATIONS`.
     """
-    # Pillow takes the orientation from the metadata, and writes all other metadata again, which
-    # fails if it is damaged. So only the orientation is put back.
+    # `exif_transpose` reads the orientation from the metadata, and writes all other metadata again,
+    # which fails if it is damaged. So remove all metadata, and put back the orientation alone.
     image.info.clear()
     image.getexif()[ORIENTATION] = orientation
     import_extra("PIL.ImageOps", "pillow", "images").exif_transpose(image, in_place=True)
@@ -255,19 +267,22 @@ def _turn_upright(image: Any, orientation: int) -> None:
 def _scale_to_bytes(image: Any, where: str) -> Any:
     """Scale a gray image of more than 8 bits to 8 bits.
 
-    Whole numbers are divided by 257, so that 65535, white in 16 bits, becomes 255; floats from 0 to
-    1 are multiplied by 255.
+    Integers are divided by 257, so that 65535, white in 16 bits, becomes 255; floats from 0 to 1
+    are multiplied by 255.
 
     Args:
         image: a Pillow image of one channel.
         where: what errors call the image.
+
+    Returns:
+        A Pillow image in mode L, without metadata.
 
     Raises:
         Unreadable: if a value is outside the range of black to white.
     """
     values = np.asarray(image)
     low, high = float(values.min()), float(values.max())
-    white = 1.0 if image.mode == "F" else 65535.0
+    white = 1.0 if image.mode == "F" else 65535.0  # mode F holds floats
     if not (low >= 0 and high <= white):
         raise Unreadable(
             where,
@@ -276,7 +291,7 @@ def _scale_to_bytes(image: Any, where: str) -> Any:
         )
     scaled = np.empty(values.size, np.uint8)
     flat = values.reshape(-1)
-    # So that no copy in float64 is large.
+    # Block by block, so that the copies in float64 stay small.
     for start in range(0, values.size, SCALE_BLOCK):
         block = slice(start, start + SCALE_BLOCK)
         scaled[block] = np.rint(flat[block].astype(np.float64) * (255 / white))
@@ -284,12 +299,12 @@ def _scale_to_bytes(image: Any, where: str) -> Any:
 
 
 def _convert_to_rgb(image: Any, where: str, changes: list[str]) -> Any:
-    """Convert an image to mode RGB, and note what was changed.
+    """Convert an image to mode RGB, and append what was changed to a list.
 
     Args:
         image: a Pillow image of at most 8 bits a channel.
         where: what errors call the image.
-        changes: a list of keys of `CHANGES`, to which those of this conversion are appended.
+        changes: a list of keys of `CHANGES`; keys for this conversion are appended to it.
 
     Returns:
         A Pillow image in mode RGB.
@@ -297,7 +312,8 @@ def _convert_to_rgb(image: Any, where: str, changes: list[str]) -> Any:
     mode = image.mode
     if mode in ("P", "PA"):
         changes.append("palette")
-        # A palette may hold transparency, which a conversion to RGB alone would warn about.
+        # Via RGBA, since a palette may have transparent colors, about which Pillow warns when it
+        # converts straight to RGB.
         image = image.convert("RGBA")
     elif mode in ("1", "L", "LA", "La"):
         changes.append("grayscale")
@@ -305,12 +321,14 @@ def _convert_to_rgb(image: Any, where: str, changes: list[str]) -> Any:
         changes.append("CMYK")
     elif not mode.startswith("RGB"):
         changes.append("colors")
-    # Pillow converts colors that are multiplied by their opacity only to plain ones with opacity.
+    # "a" marks colors that were multiplied by their opacity; Pillow converts these modes only to
+    # LA and RGBA, with plain colors.
     if mode in ("La", "RGBa"):
         image = image.convert(f"{mode[:-1]}A")
     if image.mode in ("LA", "RGBA") and image.getchannel("A").getextrema()[0] < 255:
         changes.append("transparency")
-    # This entry is a color that stands for transparent pixels; they keep the color.
+    # The entry declares one color transparent, about which Pillow would warn in the conversion;
+    # without the entry, such pixels keep that color.
     image.info.pop("transparency", None)
     if image.mode == "RGB":
         return image

@@ -1,7 +1,8 @@
 """Image files: one alone, a flat folder, or one folder for each class.
 
-A folder may have folders for splits, `train` and `test` (or `val`, `validation`), around all that.
-Classes are the folders' sorted names. Hidden files are skipped.
+A folder may instead hold a folder for each split, `train` and `test` (or `val`, `validation`), and
+each of these is one of the above. Classes are numbered in the order of the class folders' sorted
+names. Hidden files are skipped.
 """
 
 from collections.abc import Iterator
@@ -21,10 +22,11 @@ from qualms.errors import QualmsError
 
 SPLIT_FOLDERS = {"train": ("train",), "test": ("test", "val", "validation")}
 LSUN_FOLDERS = ("lsun", "LSUN", "LSUN_resize", "lsun_resize", "LSUN_test")
-# Formats that Pillow recognizes and cannot decode.
-NO_IMAGES = {"BUFR", "GRIB", "HDF5", "MPEG"}
-# Images that Pillow does not read by itself, and the package that teaches it to, if there is one.
-FOREIGN = {
+# Formats that Pillow recognizes but cannot decode.
+UNDECODABLE_FORMATS = {"BUFR", "GRIB", "HDF5", "MPEG"}
+# For the endings of image files that Pillow alone does not read: the package that adds a decoder to
+# Pillow, or "" if there is none.
+PLUGIN_PACKAGES = {
     ".heic": "pillow-heif",
     ".heif": "pillow-heif",
     ".avif": "pillow-avif-plugin",
@@ -42,19 +44,19 @@ class Listing:
     Args:
         path: the folder.
         files: the images in it.
-        labels: the class of each image; None if there are no folders for classes.
+        labels: the class of each image; None if there are no class folders.
         classes: the names of the classes.
-        others: the files that are no images.
+        other_files: the files that are no images.
     """
 
     path: Path
     files: list[Path]
     labels: list[int] | None
     classes: tuple[str, ...]
-    others: list[Path]
+    other_files: list[Path]
 
     def to_read(self, start: int = 0) -> Iterator[File]:
-        """Yield the images from position `start` on, as `read_images` takes them."""
+        """Yield a `File`, the input of `read_images`, for each image from position `start` on."""
         for file in islice(self.files, start, None):
             yield _as_file(self.path, file)
 
@@ -65,22 +67,23 @@ class _Entries:
 
     folders: list[Path]
     images: list[Path]
-    others: list[Path]
+    other_files: list[Path]
 
 
 def read_lsun(root: Path, split: str) -> Images:
-    """Read LSUN, rooms and buildings: images that a network for CIFAR does not know.
+    """Read LSUN, rooms and buildings: images of classes that a network for CIFAR does not know.
 
     Args:
-        root: the folder of datasets; the images are in one of `LSUN_FOLDERS`.
-        split: "train" or "test", if there are folders for splits.
+        root: the folder of datasets; the images are in one of its folders `LSUN_FOLDERS`.
+        split: "train" or "test"; only used if there are folders for splits.
 
     Returns:
-        Color images [n, 3, 32, 32]; the folders are the classes.
+        Color images [n, 3, 32, 32], resized to CIFAR's size; each folder of images is a class.
     """
-    places = [root / folder for folder in LSUN_FOLDERS]
-    path = find_first(places, f"folder {' or '.join(LSUN_FOLDERS)}")
-    return read_folder(path, split, "lsun", ImageTransform((32, 32), by="as CIFAR's are"))
+    candidates = [root / folder for folder in LSUN_FOLDERS]
+    path = find_first(candidates, f"folder {' or '.join(LSUN_FOLDERS)}")
+    transform = ImageTransform((32, 32), by="to match CIFAR")
+    return read_folder(path, split, "lsun", transform)
 
 
 def read_folder(
@@ -96,11 +99,13 @@ def read_folder(
         path: the folder; if it has a folder for the split, that folder is read.
         split: "train" or "test".
         name: the name of the images, in tables and errors.
-        transform: how each image is resized; None leaves them in one size.
-        strict: whether an image that cannot be read is an error. If not, it is left out and among
-            `Images.rejected`.
+        transform: how each image is resized; None keeps the images' size, which must then be the
+            same for all.
+        strict: whether an image that cannot be read is an error. If not, the image is left out and
+            listed in `Images.rejected`.
     """
     listing = list_folder(path, split)
+    # `path` may be the folder of the split from here on.
     path = listing.path
     read = read_images(list(listing.to_read()), path, transform, strict)
     labels = None
@@ -115,7 +120,7 @@ def read_folder(
         listing.classes,
         ids=tuple(ids),
         source=f"{path}/ (folder)",
-        notes=(*read.notes, *_skipped_note(listing.others)),
+        notes=(*read.notes, *_describe_skipped(listing.other_files)),
         rejected=read.rejected,
     )
 
@@ -126,27 +131,29 @@ def read_file(path: Path, name: str, transform: ImageTransform | None = None) ->
     Args:
         path: the path of the file.
         name: the name of the images, in tables and errors.
-        transform: how the image is resized; None leaves its size.
+        transform: how the image is resized; None keeps its size.
     """
     read = read_images([_as_file(path.parent, path)], path, transform, strict=True)
-    images = build_images(name, path, read.pixels, None)
+    images = build_images(name, path, read.pixels, labels=None)
     source = f"{path} (image file)"
     return replace(images, ids=(path.name,), source=source, notes=read.notes)
 
 
 def list_folder(path: Path, split: str) -> Listing:
-    """List the image files of a folder by their sorted names.
+    """List the image files of a folder in the order of their sorted names.
 
-    Subfolders, if there are any, are the classes; their images may be at any depth.
+    Subfolders, if there are any, are the classes; images may be at any depth below them.
 
     Args:
         path: the folder; if it has a folder for the split, that folder is listed.
         split: "train" or "test".
     """
-    path = _split_folder(path, split)
+    path = _find_split_folder(path, split)
     entries = _list_entries(path)
     if not entries.folders:
-        return Listing(path, entries.images, None, (), entries.others)
+        return Listing(
+            path, entries.images, labels=None, classes=(), other_files=entries.other_files
+        )
     if entries.images:
         raise QualmsError(
             f"{path} has both images ({entries.images[0].name}) and class folders "
@@ -154,53 +161,55 @@ def list_folder(path: Path, split: str) -> Listing:
         )
     files: list[Path] = []
     labels: list[int] = []
-    others = entries.others
+    other_files = entries.other_files
     for label, folder in enumerate(entries.folders):
-        inside, more = _list_below(folder)
-        if not inside:
-            # If it were skipped, the classes after it would have other numbers than in a split in
-            # which it has images.
+        class_images, class_other_files = _list_recursively(folder)
+        if not class_images:
+            # Skipping the empty folder would renumber the later classes, so that they would have
+            # other labels than in a split where the folder has images.
             raise QualmsError(f"the class folder {folder} has no images; add some, or remove it.")
-        files += inside
-        labels += [label] * len(inside)
-        others += more
+        files += class_images
+        labels += [label] * len(class_images)
+        other_files += class_other_files
     classes = tuple(folder.name for folder in entries.folders)
-    return Listing(path, files, labels, classes, others)
+    return Listing(path, files, labels, classes, other_files)
 
 
 def is_image(path: Path) -> bool:
-    """Whether a file is an image by the ending of its name, whether or not it can be read here."""
+    """Whether a file's name ends like an image's, even if Pillow cannot decode it here."""
     ending = path.suffix.lower()
-    if ending not in endings() and ending not in FOREIGN:
+    if ending not in readable_endings() and ending not in PLUGIN_PACKAGES:
         return False
-    # A link to a missing file is listed too, and later reported as an image that cannot be read.
+    # A link to a missing file counts too, so that it is reported as an image that cannot be read.
     return path.is_file() or path.is_symlink()
 
 
 @cache
-def endings() -> frozenset[str]:
+def readable_endings() -> frozenset[str]:
     """Find the endings of the files that this installation of Pillow reads, such as `.png`.
 
-    HEIF files are among them if the package pillow-heif is installed.
+    The endings of HEIF files are among them if the package pillow-heif is installed.
     """
     library = pillow()
     with suppress(ImportError):
         import_module("pillow_heif").register_heif_opener()
     readable = set()
-    for ending, kind in library.registered_extensions().items():
-        if kind in library.OPEN and kind not in NO_IMAGES:
+    for ending, file_format in library.registered_extensions().items():
+        # Formats that are not in OPEN can only be written.
+        if file_format in library.OPEN and file_format not in UNDECODABLE_FORMATS:
             readable.add(ending)
     return frozenset(readable)
 
 
-def _split_folder(path: Path, split: str) -> Path:
+def _find_split_folder(path: Path, split: str) -> Path:
     """Return the folder of a split inside a folder, or the folder itself if it has no splits.
-
-    If all its folders are those of other splits, an error is raised.
 
     Args:
         path: the folder.
         split: "train" or "test".
+
+    Raises:
+        QualmsError: if all folders inside are those of other splits.
     """
     for name in SPLIT_FOLDERS[split]:
         if (path / name).is_dir():
@@ -208,7 +217,7 @@ def _split_folder(path: Path, split: str) -> Path:
     split_names = {name for names in SPLIT_FOLDERS.values() for name in names}
     folders = [folder.name for folder in _list_entries(path).folders]
     if folders and split_names.issuperset(folders):
-        # These are not classes: the folder holds only the other split.
+        # Folders called `train` and the like are not classes: only the other split is there.
         raise QualmsError(
             f"{path} has the folders {', '.join(folders)}, but none for the split {split}; "
             "choose another split."
@@ -217,8 +226,8 @@ def _split_folder(path: Path, split: str) -> Path:
 
 
 def _list_entries(path: Path) -> _Entries:
-    """List what is directly in a folder, sorted by name."""
-    entries = _Entries([], [], [])
+    """List the folders, images and other files directly in a folder, each sorted by name."""
+    entries = _Entries(folders=[], images=[], other_files=[])
     try:
         for entry in sorted(path.iterdir()):
             if entry.name.startswith("."):
@@ -228,7 +237,7 @@ def _list_entries(path: Path) -> _Entries:
             elif is_image(entry):
                 entries.images.append(entry)
             else:
-                entries.others.append(entry)
+                entries.other_files.append(entry)
     except OSError as error:
         raise QualmsError(
             f"{path} cannot be read ({error.strerror}); check that it is a readable folder."
@@ -236,36 +245,34 @@ def _list_entries(path: Path) -> _Entries:
     return entries
 
 
-def _list_below(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the images and the other files of a folder at any depth.
-
-    Some datasets have folders inside that of a class.
-    """
+def _list_recursively(folder: Path) -> tuple[list[Path], list[Path]]:
+    """List the images, and the other files, of a class folder and of all folders below it."""
     entries = _list_entries(folder)
-    images, others = entries.images, entries.others
-    for inside in entries.folders:
-        more_images, more_others = _list_below(inside)
+    images, other_files = entries.images, entries.other_files
+    for subfolder in entries.folders:
+        more_images, more_other_files = _list_recursively(subfolder)
         images += more_images
-        others += more_others
-    return images, others
+        other_files += more_other_files
+    return images, other_files
 
 
 def _as_file(folder: Path, file: Path) -> File:
-    """Describe a file for `read_images`, which reads its bytes later.
+    """Create the `File` for an image file, whose bytes `read_images` reads later.
 
     Args:
-        folder: the folder; the image's id is the file's path inside it.
-        file: the path of the file.
+        folder: the folder of images; the image's id is the file's path relative to this folder.
+        file: the path of the image file.
     """
-    return File(file.relative_to(folder).as_posix(), str(file), partial(_read_content, file))
+    relative = file.relative_to(folder)
+    return File(relative.as_posix(), where=str(file), content=partial(_read_content, file))
 
 
 def _read_content(file: Path) -> bytes:
     """Return the bytes of an image file, or raise `Unreadable` with the reason."""
     ending = file.suffix.lower()
-    if ending not in endings():
+    if ending not in readable_endings():
         # Empty if no package reads such files.
-        package = FOREIGN[ending]
+        package = PLUGIN_PACKAGES[ending]
         needs = "Pillow cannot read"
         if package:
             needs = f"needs the package {package}"
@@ -276,14 +283,14 @@ def _read_content(file: Path) -> bytes:
         raise Unreadable(str(file), f"a file that cannot be read ({error.strerror})") from None
 
 
-def _skipped_note(files: list[Path]) -> list[str]:
-    """Return a sentence about the files that were skipped because they are no images.
+def _describe_skipped(files: list[Path]) -> list[str]:
+    """Write a sentence about the files that were skipped because they are no images.
 
     Args:
         files: the skipped files.
 
     Returns:
-        A list of the one sentence; empty if no file was skipped.
+        A list with the sentence; an empty list if no file was skipped.
     """
     if not files:
         return []

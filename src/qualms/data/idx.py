@@ -1,8 +1,8 @@
 """MNIST and Fashion-MNIST: idx files, plain or gzipped.
 
-An idx file is two zero bytes, the type of the numbers (8: bytes), the number of axes, the length of
-each axis in four bytes with the highest first, and then the numbers. A split is a file of images
-with three axes, [n, height, width], and one of labels with one axis.
+An idx file consists of two zero bytes, the dtype of the values (8: bytes), the number of axes, the
+length of each axis as a big-endian integer of four bytes, and then the values. A split is a file of
+images with three axes, [n, height, width], and one of labels with one axis.
 """
 
 import gzip
@@ -17,8 +17,8 @@ from qualms.data.images import Images, build_images
 from qualms.data.places import find_first, read_file_bytes
 from qualms.errors import QualmsError
 
-# Start of the names of a split's files.
-PREFIX = {"train": "train", "test": "t10k"}
+# How the names of a split's files start.
+SPLIT_PREFIXES = {"train": "train", "test": "t10k"}
 MNIST_FOLDERS = ("MNIST/raw", "MNIST", "mnist/raw", "mnist", ".")
 FASHION_FOLDERS = ("FashionMNIST/raw", "FashionMNIST", "fashion-mnist/raw", "fashion-mnist", ".")
 
@@ -33,7 +33,7 @@ def read_mnist(root: Path, split: str) -> Images:
     Returns:
         Gray images [n, 1, 28, 28] with ten classes.
     """
-    return _read(root, split, "mnist", MNIST_FOLDERS, DIGITS)
+    return _read_split(root, split, "mnist", MNIST_FOLDERS, DIGITS)
 
 
 def read_fashion_mnist(root: Path, split: str) -> Images:
@@ -46,11 +46,15 @@ def read_fashion_mnist(root: Path, split: str) -> Images:
     Returns:
         Gray images [n, 1, 28, 28] with ten classes.
     """
-    return _read(root, split, "fashion-mnist", FASHION_FOLDERS, FASHION_MNIST)
+    return _read_split(root, split, "fashion-mnist", FASHION_FOLDERS, FASHION_MNIST)
 
 
-def _read(
-    root: Path, split: str, name: str, folders: tuple[str, ...], classes: tuple[str, ...]
+def _read_split(
+    root: Path,
+    split: str,
+    name: str,
+    folders: tuple[str, ...],
+    classes: tuple[str, ...],
 ) -> Images:
     """Read the images and labels of one split.
 
@@ -58,31 +62,36 @@ def _read(
         root: the folder of datasets.
         split: "train" or "test".
         name: the name of the dataset.
-        folders: the folders in `root` in which the files are looked for.
+        folders: the subfolders of `root` in which the files may be, tried in this order.
         classes: the names of the classes.
     """
-    places = [root / folder for folder in folders]
-    images = _find(places, f"{PREFIX[split]}-images", "idx3-ubyte")
-    labels = _find(places, f"{PREFIX[split]}-labels", "idx1-ubyte")
-    pixels = read_idx(images, axes=3)[:, None]
-    where = f"{images} with {labels.name}"
-    return build_images(name, where, pixels, read_idx(labels, axes=1), classes)
+    paths = [root / folder for folder in folders]
+    prefix = SPLIT_PREFIXES[split]
+    image_file = _find_idx_file(paths, f"{prefix}-images", "idx3-ubyte")
+    label_file = _find_idx_file(paths, f"{prefix}-labels", "idx1-ubyte")
+    # `[:, None]` adds the axis of channels.
+    pixels = read_idx(image_file, axes=3)[:, None]
+    labels = read_idx(label_file, axes=1)
+    where = f"{image_file} with {label_file.name}"
+    return build_images(name, where, pixels, labels, classes)
 
 
-def _find(folders: list[Path], stem: str, ending: str) -> Path:
-    """Find the first idx file that exists.
+def _find_idx_file(folders: list[Path], stem: str, ending: str) -> Path:
+    """Find an idx file called STEM-ENDING or STEM.ENDING, plain or with `.gz` appended.
 
     Args:
-        folders: the folders in which it may be.
-        stem: the start of its name, such as `train-images`.
-        ending: the end of its name, such as `idx3-ubyte`. A hyphen or a dot is before it, and `.gz`
-            may be after it.
+        folders: the folders in which the file may be.
+        stem: the start of the file's name, such as `train-images`.
+        ending: the end of the file's name, such as `idx3-ubyte`.
+
+    Returns:
+        The first path that exists.
     """
     candidates = []
     for folder in folders:
-        for joint in "-.":
-            candidates.append(folder / f"{stem}{joint}{ending}.gz")
-            candidates.append(folder / f"{stem}{joint}{ending}")
+        for separator in "-.":
+            candidates.append(folder / f"{stem}{separator}{ending}.gz")
+            candidates.append(folder / f"{stem}{separator}{ending}")
     return find_first(candidates, f"{stem}-{ending}[.gz]")
 
 
@@ -94,7 +103,7 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
         axes: the number of axes that the array must have.
 
     Returns:
-        Bytes in the shape that the header gives.
+        A uint8 array of the shape in the file's header.
     """
     content = read_file_bytes(path)
     if path.suffix == ".gz":
@@ -109,14 +118,14 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
             f"{path} starts with {content[:4].hex(' ') or 'nothing'}, but an idx file of bytes "
             f"with {axes} axes starts with 00 00 08 0{axes}; download it again."
         )
-    # After the first four bytes, four bytes for the length of each axis.
-    start = 4 + 4 * axes
+    # Four bytes have been checked above; four bytes for the length of each axis follow.
+    header_length = 4 + 4 * axes
     shape = []
-    for at in range(4, start, 4):
-        shape.append(int.from_bytes(content[at : at + 4], "big"))
-    length = start + math.prod(shape)
+    for position in range(4, header_length, 4):
+        shape.append(int.from_bytes(content[position : position + 4], "big"))
+    length = header_length + math.prod(shape)
     if len(content) != length:
         raise QualmsError(
             f"{path} is {len(content)} bytes long, but its header says {length}; download it again."
         )
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    return np.frombuffer(content, np.uint8, offset=header_length).reshape(shape)

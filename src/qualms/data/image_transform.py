@@ -16,25 +16,27 @@ from qualms.data.images import Images
 from qualms.errors import QualmsError
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
-MAX_SIDE = 16_384  # pixels; no network takes more
-# The largest ratio of an image's longer to its shorter side, as a multiple of that of the network's
-# input. Of a longer image, a crop would leave next to nothing.
+# In pixels; no network takes larger images.
+MAX_SIDE = 16_384
+# The largest aspect ratio (longer side / shorter side) of an image that is resized as a whole, as a
+# multiple of the aspect ratio of the network's input. A crop would remove nearly all of a longer
+# image.
 MAX_ASPECT = 100
 
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """How an image becomes a network's input: resized, cropped in the middle, in gray or color.
+    """Resizes an image, crops its middle, and converts it to gray or color, for a network's input.
 
-    An image that has the right size already is left unchanged.
+    An image that already has the right size is neither resized nor cropped.
 
     Args:
         size: height and width of the result.
-        resize: the size before the crop. A whole number is the length of the shorter side and keeps
-            the image's shape; a pair is height and width. None resizes straight to `size`.
+        resize: the size before the crop. An integer is the length of the shorter side, with the
+            aspect ratio kept; a pair is height and width. None resizes straight to `size`.
         interpolation: nearest, bilinear, bicubic or lanczos.
-        channels: 1 for gray, 3 for color, None for those of the image.
-        by: where these settings come from, a clause that ends the sentence of `describe`.
+        channels: 1 for gray, 3 for color, None to keep the channels of the image.
+        by: where these settings come from: a clause that ends the sentence that `describe` returns.
 
     Example:
         ```python
@@ -55,15 +57,15 @@ class ImageTransform:
     by: str = field(default="as in the network's settings", compare=False)
 
     def __post_init__(self) -> None:
-        """Raise an error if a setting is invalid, or the crop larger than the resized image."""
-        before = self._before or self.size
+        """Raise an error if a setting is invalid, or if the crop exceeds the resized image."""
+        before = self._resize_pair or self.size
         sides = (*self.size, *before)
         if not all(1 <= side <= MAX_SIDE for side in sides):
             raise QualmsError(
                 f"images cannot be resized to {sides}; each side must be 1 to {MAX_SIDE} pixels."
             )
         is_smaller = before[0] < self.size[0] or before[1] < self.size[1]
-        # With one number for `resize`, `_size_before_crop` makes the image large enough.
+        # If `resize` is the shorter side, `_size_before_crop` makes the image large enough.
         if is_smaller and not isinstance(self.resize, int):
             raise QualmsError(
                 f"cannot crop {_format_size(self.size)} from {_format_size(before)} pixels; "
@@ -72,22 +74,23 @@ class ImageTransform:
         if self.interpolation not in get_args(Interpolation):
             names = ", ".join(get_args(Interpolation))
             raise QualmsError(
-                f"the interpolation {self.interpolation!r} is not known; choose one of {names}."
+                f"the interpolation {self.interpolation!r} is invalid; choose one of {names}."
             )
         if self.channels not in (None, 1, 3):
             raise QualmsError(f"images cannot have {self.channels} channels; pass 1 or 3.")
 
     @property
     def identity(self) -> str:
-        """The settings that decide the result, as text that a later run is compared with."""
-        settings = [each.name for each in fields(self) if each.compare]
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in settings)
+        """The settings that decide the result, as text that can be compared with a later run's."""
+        # `by` is not compared.
+        names = [each.name for each in fields(self) if each.compare]
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     @property
-    def _before(self) -> tuple[int, int] | None:
-        """`resize` as a pair of height and width, for checks; None without it.
+    def _resize_pair(self) -> tuple[int, int] | None:
+        """`resize` as a pair of height and width; None if `resize` is None.
 
-        The length of the shorter side stands for both sides.
+        If `resize` is the length of the shorter side, both sides have that length.
         """
         if isinstance(self.resize, int):
             return self.resize, self.resize
@@ -105,46 +108,59 @@ class ImageTransform:
         height, width = self.size
         if image.size != (width, height):
             image = self._crop_ends(image)
-            wide, high = self._size_before_crop(*image.size)
-            filter = pillow().Resampling[self.interpolation.upper()]
-            image = image.resize((wide, high), filter)
+            resized_width, resized_height = self._size_before_crop(*image.size)
+            resampling = pillow().Resampling[self.interpolation.upper()]
+            image = image.resize((resized_width, resized_height), resampling)
             # Rounded as in torchvision and timm: to the nearest pixel, halves to the even one.
-            left = round((wide - width) / 2)
-            top = round((high - height) / 2)
+            left = round((resized_width - width) / 2)
+            top = round((resized_height - height) / 2)
             image = image.crop((left, top, left + width, top + height))
-        mode = {None: image.mode, 1: "L", 3: "RGB"}[self.channels]
+        mode_by_channels = {None: image.mode, 1: "L", 3: "RGB"}
+        mode = mode_by_channels[self.channels]
         if image.mode == mode:
             return image
         return image.convert(mode)
 
     def _crop_ends(self, image: Any) -> Any:
-        """Crop a long, thin image to its middle before it is resized.
+        """Cut off both ends of a very long, thin Pillow image before it is resized.
 
-        Resized as a whole, such an image would have millions of pixels.
+        With its shorter side resized to `resize`, the whole image would have millions of pixels.
+        Other images are returned unchanged.
         """
-        wide, high = image.size
-        longest = MAX_ASPECT * min(wide, high) * max(self.size) // min(self.size)
-        if not isinstance(self.resize, int) or max(wide, high) <= longest:
+        width, height = image.size
+        longest = MAX_ASPECT * min(width, height) * max(self.size) // min(self.size)
+        if not isinstance(self.resize, int) or max(width, height) <= longest:
             return image
-        left = max(0, (wide - longest) // 2)
-        top = max(0, (high - longest) // 2)
-        return image.crop((left, top, wide - left, high - top))
+        left = max(0, (width - longest) // 2)
+        top = max(0, (height - longest) // 2)
+        return image.crop((left, top, width - left, height - top))
 
-    def _size_before_crop(self, wide: int, high: int) -> tuple[int, int]:
-        """Compute the width and height to which an image of this width and height is resized."""
-        height, width = self.size
+    def _size_before_crop(self, image_width: int, image_height: int) -> tuple[int, int]:
+        """Compute the size to which an image is resized before it is cropped.
+
+        Args:
+            image_width: the width of the image as it was read.
+            image_height: the height of the image as it was read.
+
+        Returns:
+            Width and height, Pillow's order.
+        """
         if not isinstance(self.resize, int):
             height, width = self.resize or self.size
             return width, height
-        # Never smaller than the crop. Adding 1e-6 keeps a product just below a whole number from
-        # being rounded down.
-        scale = max(self.resize / min(wide, high), width / wide, height / high)
-        width = max(width, int(wide * scale + 1e-6))
-        height = max(height, int(high * scale + 1e-6))
+        crop_height, crop_width = self.size
+        shorter_side = min(image_width, image_height)
+        # The resized image is never smaller than the crop.
+        scale = max(
+            self.resize / shorter_side, crop_width / image_width, crop_height / image_height
+        )
+        # Adding 1e-6 keeps a product just below an integer from being rounded down.
+        width = max(crop_width, int(image_width * scale + 1e-6))
+        height = max(crop_height, int(image_height * scale + 1e-6))
         return width, height
 
     def apply(self, images: Images) -> Images:
-        """Transform images in memory.
+        """Transform images that are in memory.
 
         Args:
             images: the images, in gray or color.
@@ -153,46 +169,48 @@ class ImageTransform:
             Images of `size`; the same object if nothing has to be done.
         """
         channels, height, width = images.pixels.shape[1:]
-        wanted = self.channels or channels
-        if (channels, height, width) == (wanted, *self.size):
+        out_channels = self.channels or channels
+        if (channels, height, width) == (out_channels, *self.size):
             return images
         is_plain = self.resize is None and self.interpolation == "bilinear"
-        # `convert` does many images at once, and raises an error for other numbers of channels.
+        # `convert` is faster, as it runs on batches; and it raises the error for images that have
+        # neither 1 nor 3 channels.
         if is_plain or (height, width) == self.size or channels not in (1, 3):
-            return images.convert(wanted, self.size)
-        pixels = torch.empty(len(images), wanted, *self.size, dtype=torch.uint8)
-        for i, pixel in enumerate(images.pixels):
-            array = pixel.permute(1, 2, 0).contiguous().numpy()
+            return images.convert(out_channels, self.size)
+        pixels = torch.empty(len(images), out_channels, *self.size, dtype=torch.uint8)
+        for i, image_pixels in enumerate(images.pixels):
+            array = image_pixels.permute(1, 2, 0).contiguous().numpy()
             if channels == 1:
+                # Pillow takes gray images without an axis of channels.
                 array = array[..., 0]
             image = self.apply_to_image(pillow().fromarray(array))
             pixels[i] = torch.from_numpy(channels_first(image))
         return replace(images, pixels=pixels)
 
     def describe(self, sizes: Iterable[tuple[int, int]]) -> str:
-        """Describe how images are changed, in one sentence.
+        """Describe in one sentence how images of these sizes are resized and cropped.
 
         Args:
             sizes: height and width of each image.
 
         Returns:
-            The sentence; empty if all images have the right size.
+            The sentence; an empty string if all images have the right size.
         """
-        others = [size for size in sizes if size != self.size]
-        if not others:
+        resized = [size for size in sizes if size != self.size]
+        if not resized:
             return ""
-        low = min(others, key=_area)
-        high = max(others, key=_area)
-        pixels = _format_size(low)
-        if low != high:
-            pixels += f" to {_format_size(high)}"
-        done = f"{self._steps()} ({self.interpolation}), {self.by}"
-        if len(others) == 1:
-            return f"1 image of {pixels} pixels was {done}"
-        return f"{len(others)} images of {pixels} pixels were {done}"
+        smallest = min(resized, key=_count_pixels)
+        largest = max(resized, key=_count_pixels)
+        size_range = _format_size(smallest)
+        if smallest != largest:
+            size_range += f" to {_format_size(largest)}"
+        change = f"{self._describe_steps()} ({self.interpolation}), {self.by}"
+        if len(resized) == 1:
+            return f"1 image of {size_range} pixels was {change}"
+        return f"{len(resized)} images of {size_range} pixels were {change}"
 
-    def _steps(self) -> str:
-        """Describe the steps that an image goes through, such as `resized to 32 x 32`."""
+    def _describe_steps(self) -> str:
+        """Describe the resizing and the crop, such as `resized to 32 x 32`."""
         if self.resize is None:
             return f"resized to {_format_size(self.size)}"
         before = f"{self.resize} on the shorter side"
@@ -205,15 +223,16 @@ def channels_first(image: Any) -> UInt8[np.ndarray, "c h w"]:
     """Convert a Pillow image, in mode L or RGB, to an array [channels, height, width]."""
     pixels = np.array(image)
     if pixels.ndim == 2:
+        # A gray image has no axis of channels yet.
         return pixels[None]
     return pixels.transpose(2, 0, 1)
 
 
-def _area(size: tuple[int, int]) -> int:
-    """The number of pixels of a size."""
+def _count_pixels(size: tuple[int, int]) -> int:
+    """Multiply height and width."""
     return size[0] * size[1]
 
 
 def _format_size(size: tuple[int, ...]) -> str:
-    """Format a size (height, width) as `width x height`, the order in which people name them."""
+    """Format a size (height, width) as `width x height`, the usual order in text."""
     return " x ".join(map(str, reversed(size)))

@@ -17,9 +17,10 @@ from torch import Tensor
 from qualms.deprecated import RenamedAttribute
 from qualms.errors import QualmsError
 
-# ITU-R 601: how bright red, green and blue look.
+# The weights of red, green and blue in the brightness of a pixel (ITU-R 601).
 LUMA = (0.299, 0.587, 0.114)
-CHUNK = 1000  # images that are held as floats at a time
+# Images that are held as floats at a time.
+CHUNK = 1000
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Rejected:
 
     Args:
         id: the name of the image or text.
-        reason: why it could not be read, so that it completes the sentence "it is …".
+        reason: why the image or text could not be read; completes the sentence "it is …".
 
     Example:
         ```python
@@ -52,17 +53,17 @@ class Rejected:
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images with their labels, where these are known.
+    """Images of one size, with their labels if these are known.
 
     Args:
-        name: what tables and errors call them.
+        name: what tables and errors call the images.
         pixels: bytes [n, channels, height, width].
-        labels: the class of each image [n]; None if it is not known.
-        classes: the names of the classes that `labels` numbers; empty if the files have none.
-        ids: the names of the image files; empty if they have none.
+        labels: the class of each image [n]; None if the classes are not known.
+        classes: the names of the classes: label i is called `classes[i]`. Empty if there are none.
+        ids: the name of each image, such as its file's; empty if the images have no names.
         source: where the images come from.
-        notes: what was changed as they were read, in sentences.
-        rejected: what could not be read.
+        notes: sentences about what was changed when the images were read.
+        rejected: the images that could not be read, which are not among `pixels`.
 
     Example:
         ```python
@@ -109,21 +110,21 @@ class Images:
         return replace(self, pixels=self.pixels[index], labels=labels, ids=ids)
 
     def subset(self, count: int | None, seed: int = 0) -> "Images":
-        """Return images in a random order that the seed alone decides.
+        """Return the first `count` images of a random order that depends on the seed alone.
 
-        The order does not depend on `count`: the first k images of a subset are the subset of k.
+        The order does not depend on `count`: a smaller subset is the start of a larger one.
 
         Args:
-            count: the number of images; None, or more than there are, for all of them.
-            seed: decides the order.
+            count: the number of images; None, or more than there are, for all images.
+            seed: the seed of the random order.
         """
         if count is not None and count < 1:
             raise QualmsError(
-                f"cannot take a subset of {count} images of {self.name}; pass at least 1, or None "
-                "for all."
+                f"cannot take a subset of {count} images from {self.name}; pass at least 1, or "
+                "None for all."
             )
-        random = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(self), generator=random)
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(self), generator=generator)
         return self.take(order[:count])
 
     def convert(self, channels: int, size: int | tuple[int, int]) -> "Images":
@@ -146,15 +147,15 @@ class Images:
             raise QualmsError(f"{self.name} cannot be resized to {size} pixels; pass at least 1.")
         if tuple(self.pixels.shape[1:]) == (channels, height, width):
             return self
-        parts = []
+        converted = []
         for chunk in self.pixels.split(CHUNK):
-            parts.append(_resize(chunk, channels, height, width))
-        return replace(self, pixels=torch.cat(parts))
+            converted.append(_convert_pixels(chunk, channels, height, width))
+        return replace(self, pixels=torch.cat(converted))
 
     fitted = RenamedAttribute("convert")
 
     def fingerprint(self) -> str:
-        """Hash the pixels, labels and shape to sixteen hex digits."""
+        """Hash the shape, the pixels and the labels to sixteen hex digits."""
         digest = hashlib.sha256(str(tuple(self.pixels.shape)).encode())
         digest.update(self.pixels.contiguous().numpy().data)
         if self.labels is not None:
@@ -163,60 +164,71 @@ class Images:
         return digest.hexdigest()[:16]
 
     def numbers(self) -> list[int]:
-        """Hash the pixels of each image to a whole number of 63 bits."""
-        return [number_of(image.contiguous().numpy()) for image in self.pixels]
+        """Hash the pixels of each image to an integer below 2**63, which can seed its draws."""
+        return [hash_array(image.contiguous().numpy()) for image in self.pixels]
 
 
-def number_of(values: np.ndarray) -> int:
-    """Hash the content of an array to a number of 63 bits, which can seed its random draws.
+def hash_array(values: np.ndarray) -> int:
+    """Hash the values of an array to an integer from 0 to 2**63 - 1.
 
-    The shape and the type are not part of the hash.
+    The same sample always has the same hash, so the hash can seed the sample's random draws. Shape
+    and dtype are not part of the hash.
 
     Args:
-        values: an array of any shape and type.
+        values: an array of any shape and dtype.
     """
     content = np.ascontiguousarray(values).data
     digest = hashlib.blake2b(content, digest_size=8).digest()
-    # 63 bits, which a signed integer of 64 bits can hold.
+    # Drop one of 64 bits, so that the number fits into a signed integer of 64 bits.
     return int.from_bytes(digest) >> 1
 
 
-def _resize(
-    pixels: UInt8[Tensor, "n c h w"], channels: int, height: int, width: int
+def _convert_pixels(
+    pixels: UInt8[Tensor, "n c h w"],
+    channels: int,
+    height: int,
+    width: int,
 ) -> UInt8[Tensor, "n d k l"]:
-    """Convert a batch of images to gray or color, and resize them with torch.
-
-    `ImageTransform.apply_to_image` resizes with Pillow.
+    """Convert a batch of images to gray or color, and resize them bilinearly with torch.
 
     Args:
-        pixels: images with 1 or 3 channels.
+        pixels: bytes [n, c, h, w] with 1 or 3 channels.
         channels: the number of channels of the result, 1 or 3.
         height: the height of the result.
         width: the width of the result.
+
+    Returns:
+        Bytes [n, channels, height, width].
     """
     x: Float[Tensor, "n c h w"] = pixels.float()
     if channels < pixels.shape[1]:
-        x = torch.einsum("nchw,c->nhw", x, torch.tensor(LUMA))[:, None]
+        gray = torch.einsum("nchw,c->nhw", x, torch.tensor(LUMA))
+        x = gray[:, None]  # [n, 1, h, w]
     if tuple(x.shape[2:]) != (height, width):
         x = F.interpolate(x, (height, width), mode="bilinear", antialias=True)
     # Rounded once at the end, not after each step.
     rounded = x.round().clamp(0, 255).to(torch.uint8)
-    # From gray to color, the channel is repeated.
+    # From gray to color, this repeats the channel; otherwise it changes nothing.
     return rounded.expand(-1, channels, -1, -1)
 
 
 def build_images(
-    name: str, where: object, pixels: Any, labels: Any, classes: tuple[str, ...] = (), **more: Any
+    name: str,
+    where: object,
+    pixels: Any,
+    labels: Any,
+    classes: tuple[str, ...] = (),
+    **fields: Any,
 ) -> Images:
     """Check that a reader's arrays are consistent, and create `Images` from them.
 
     Args:
         name: the name of the images, in tables and errors.
         where: the files that the arrays come from, for errors.
-        pixels: bytes, or whole numbers from 0 to 255, [n, channels, height, width].
-        labels: whole numbers [n]; None if there are none.
-        classes: the names of the classes.
-        more: other fields of `Images`.
+        pixels: an array [n, channels, height, width] of integers from 0 to 255.
+        labels: an integer for each image; None if there are no labels.
+        classes: the names of the classes; empty if there are none.
+        fields: values of further fields of `Images`.
 
     Raises:
         QualmsError: if there are no images, or if the labels are not one class for each image.
@@ -225,25 +237,31 @@ def build_images(
         raise QualmsError(
             f"{where} contains no images; check that it is the right file, and complete."
         )
-    # A copy only if needed: arrays over a file's bytes cannot be written to, and torch wants the
-    # order of the axes.
-    x = torch.from_numpy(np.require(pixels, np.uint8, ["C", "W"]))
-    y = None
+    # torch needs an array that is contiguous ("C") and writable ("W"), which an array over a file's
+    # bytes is not. `require` copies only if needed.
+    pixel_tensor = torch.from_numpy(np.require(pixels, np.uint8, ["C", "W"]))
+    label_tensor = None
     if labels is not None:
-        y = _check_labels(labels, where, len(x), len(classes))
-    return Images(name, x, y, classes, **more)
+        label_tensor = _labels_to_tensor(labels, where, len(pixel_tensor), len(classes))
+    return Images(name, pixel_tensor, label_tensor, classes, **fields)
 
 
-def _check_labels(labels: Any, where: object, count: int, classes: int) -> Int64[Tensor, " n"]:
-    """Check that there is one class for each image, and convert the labels to a tensor.
+def _labels_to_tensor(
+    labels: Any,
+    where: object,
+    count: int,
+    num_classes: int,
+) -> Int64[Tensor, " n"]:
+    """Convert labels to a tensor, or raise an error unless there is one class for each image.
 
     Args:
-        labels: what a reader found in the files.
+        labels: the labels as read from files: an array or a list.
         where: the files that the labels come from, for errors.
         count: the number of images.
-        classes: the number of classes; 0 if it is not known.
+        num_classes: the number of classes; 0 if it is not known.
     """
     y = np.asarray(labels)
+    # An array without axes has no length.
     length = len(y) if y.ndim else 1
     if y.ndim == 0 or length != count:
         raise QualmsError(
@@ -255,8 +273,8 @@ def _check_labels(labels: Any, where: object, count: int, classes: int) -> Int64
             "whole number."
         )
     low, high = int(y.min()), int(y.max())
-    if low < 0 or high >= (classes or 2**63):
-        allowed = f"0 to {classes - 1}" if classes else "from 0"
+    if low < 0 or high >= (num_classes or 2**63):
+        allowed = f"0 to {num_classes - 1}" if num_classes else "from 0"
         raise QualmsError(
             f"the labels in {where} range from {low} to {high}, but classes are numbered "
             f"{allowed}; correct the labels."

@@ -28,7 +28,7 @@ class _Options:
     Args:
         root: the folder of datasets.
         split: "train" or "test".
-        transform: how each image is resized; None leaves its size.
+        transform: how each image is resized; None keeps its size.
         strict: whether an image that cannot be read is an error.
     """
 
@@ -52,18 +52,18 @@ def load(
 
     Args:
         name: the path of an image folder, of an image, or of a `.npz` or `.parquet` file: absolute,
-            relative to the working directory, or relative to `root`. Where there is no such path, a
-            name of `DATASETS`, which `data:NAME` is in any case.
-        root: the folder that holds the datasets: if not given, the one in the environment variable
-            QUALMS_DATA, else `data`.
+            relative to the working directory, or relative to `root`. If there is no such path, a
+            key of `DATASETS`. `data:KEY` names a dataset even if there is a path called KEY.
+        root: the folder that holds the datasets; None for the folder in the environment variable
+            QUALMS_DATA, or `data` if that is not set.
         split: train or test.
         size: resize all images to size x size.
         transform: how all images are resized and cropped; takes precedence over `size`.
-        strict: whether an image that cannot be read is an error. If not, it is left out and among
-            `Images.rejected`.
+        strict: whether an image that cannot be read is an error. If not, the image is left out and
+            listed in `Images.rejected`.
 
     Returns:
-        The images, in the order of their file or of the sorted names of their files.
+        The images, in the order of their one file, or of the sorted names of their files.
 
     Example:
         ```python
@@ -74,27 +74,28 @@ def load(
         ```
     """
     if split not in SPLITS:
-        raise QualmsError(f"the split {split!r} is not known; choose train or test.")
+        raise QualmsError(f"the split {split!r} is invalid; choose train or test.")
     if size is not None and size < 1:
         raise QualmsError(f"images cannot be {size} pixels wide; pass at least 1, or None.")
     if transform is None and size is not None:
         transform = ImageTransform((size, size), by="as requested")
-    options = _Options(root_of(root), split, transform, strict)
+    options = _Options(datasets_root(root), split, transform, strict)
     dataset = dataset_name(name, root)
     if dataset is not None:
-        return _transform(_read_dataset(dataset, options), transform)
+        return _apply_transform(_read_dataset(dataset, options), transform)
     return _load_path(str(name), options)
 
 
 def dataset_name(name: str | Path, root: str | Path | None = None) -> str | None:
-    """Find the dataset that `load` would read for a name.
+    """Return the key in `DATASETS` of the dataset that `load` would read for a name.
 
     Args:
         name: the `name` argument of `load`.
         root: the `root` argument of `load`.
 
     Returns:
-        The name in `DATASETS`; None for a path, also for one that is called like a dataset.
+        The key in `DATASETS`; None if `load` would read a path, even one that is called like a
+        dataset.
 
     Example:
         ```python
@@ -115,57 +116,58 @@ def dataset_name(name: str | Path, root: str | Path | None = None) -> str | None
                 f"there is no dataset {known!r}; choose one of {', '.join(DATASETS)}."
             )
         return known
-    if text in DATASETS and place_of(text, root_of(root)) is None:
+    if text in DATASETS and find_data_path(text, datasets_root(root)) is None:
         return text
     return None
 
 
-def root_of(root: str | Path | None) -> Path:
-    """Return the folder of datasets: the given one, else `$QUALMS_DATA`, else `data`."""
+def datasets_root(root: str | Path | None) -> Path:
+    """Return the folder of datasets: `root` unless it is None, else `$QUALMS_DATA`, else `data`."""
     if root is None:
         root = os.environ.get("QUALMS_DATA", "data")
     return Path(root)
 
 
-def place_of(name: str, root: Path) -> Path | None:
-    """Find an existing path in the working directory, or else in the folder of datasets.
+def find_data_path(name: str, root: Path) -> Path | None:
+    """Find the existing path that a name stands for, unless the name stands for a dataset.
 
     Args:
-        name: the path; an absolute one stays itself.
+        name: an absolute path, or one relative to the working directory or to `root`.
         root: the folder of datasets.
 
     Returns:
-        The existing path; None if there is none, or if it is the folder in which the dataset of
-        that name has its files.
+        The existing path; None if there is none, or if the path is the folder in which the dataset
+        called `name` keeps its files.
     """
-    for place in (Path(name), root / name):
-        # Unlike Path's, False for what cannot be a path.
-        if os.path.exists(place):
-            return None if _is_dataset_folder(place, name, root) else place
+    for path in (Path(name), root / name):
+        # Unlike `Path.exists`, this returns False for names that cannot be a path.
+        if os.path.exists(path):
+            return None if _is_dataset_folder(path, name, root) else path
     return None
 
 
-def _is_dataset_folder(place: Path, name: str, root: Path) -> bool:
-    """Whether a place is the folder in which the dataset of that name has its files.
+def _is_dataset_folder(path: Path, name: str, root: Path) -> bool:
+    """Whether a path is the folder in which the dataset called `name` keeps its files.
 
     Args:
-        place: an existing path.
-        name: the name that led to it.
+        path: an existing path.
+        name: a name that may be a dataset's.
         root: the folder of datasets.
     """
+    # Only the datasets in NAMED_FOLDERS keep their files in ROOT/name.
     folder = root / name
     if name not in NAMED_FOLDERS or not os.path.exists(folder):
         return False
-    return os.path.samefile(place, folder)
+    return os.path.samefile(path, folder)
 
 
 def _read_dataset(name: str, options: _Options) -> Images:
-    """Read the images of a dataset, and check their shape."""
+    """Read the images of the dataset `DATASETS[name]`, and check their shape."""
     dataset, root = DATASETS[name], options.root
     try:
         images = dataset.read(root, options.split)
     except NotFound as missing:
-        raise QualmsError(f"{missing}; {dataset.get}, in the folder of datasets {root}.") from None
+        raise QualmsError(f"{missing}; {dataset.get}, in the dataset folder {root}.") from None
     shape = tuple(images.pixels.shape[1:])
     expected = (dataset.channels, dataset.size, dataset.size)
     if shape != expected:
@@ -180,11 +182,14 @@ def _read_dataset(name: str, options: _Options) -> Images:
 
 
 def _load_path(name: str, options: _Options) -> Images:
-    """Read the images of a file or folder; errors also name a dataset of the same name."""
+    """Read the images of a file or folder.
+
+    If a dataset has the same name as the path, errors also say how to load that dataset.
+    """
     try:
         return _read_path(name, options)
     except QualmsError as error:
-        if name not in DATASETS or place_of(name, options.root) is None:
+        if name not in DATASETS or find_data_path(name, options.root) is None:
             raise
         raise QualmsError(
             f"{str(error).rstrip('.')}; for the dataset of that name, use {PREFIX}{name}."
@@ -193,37 +198,41 @@ def _load_path(name: str, options: _Options) -> Images:
 
 def _read_path(name: str, options: _Options) -> Images:
     """Read the images of a file or folder with the reader for its kind."""
-    path = place_of(name, options.root)
+    path = find_data_path(name, options.root)
     split = options.split
     transform = options.transform
     if path is None:
-        raise _unknown_name(name, options.root)
-    shown, ending = _display_name(path), path.suffix.lower()
+        raise _unknown_name_error(name, options.root)
+    display_name, ending = _display_name(path), path.suffix.lower()
     if path.is_dir():
-        return read_folder(path, split, shown, transform, options.strict)
+        return read_folder(path, split, display_name, transform, options.strict)
     if ending == ".npz":
-        images = replace(read_npz(path, split, shown), source=str(path))
-        return _transform(images, transform)
+        images = replace(read_npz(path, split, display_name), source=str(path))
+        return _apply_transform(images, transform)
     if ending == ".parquet":
-        return read_parquet(path, shown, transform, options.strict)
+        return read_parquet(path, display_name, transform, options.strict)
     if is_image(path):
-        return read_file(path, shown, transform)
-    raise _unknown_name(name, options.root)
+        return read_file(path, display_name, transform)
+    raise _unknown_name_error(name, options.root)
 
 
-def _display_name(place: Path) -> str:
-    """Name images after the last part of their path, without a file's ending.
+def _display_name(path: Path) -> str:
+    """Return the last part of a path, without a file's ending, as the name of the images in it.
 
-    If that is the name of a dataset, the whole path is the name.
+    If that is also the name of a dataset, return the whole path, to tell the two apart.
     """
-    short = place.stem if place.is_file() else Path(os.path.abspath(place)).name
+    # `abspath` resolves "." and "..", which have no name.
+    short = path.stem if path.is_file() else Path(os.path.abspath(path)).name
     if short not in DATASETS:
         return short
-    return str(place) if str(place) not in DATASETS else f"./{place}"
+    return str(path) if str(path) not in DATASETS else f"./{path}"
 
 
-def _transform(images: Images, transform: ImageTransform | None) -> Images:
-    """Apply a transform to images in memory, and add a note on what it did; None does nothing."""
+def _apply_transform(images: Images, transform: ImageTransform | None) -> Images:
+    """Apply a transform to images in memory, and add a note on what it changed.
+
+    If `transform` is None, the images are returned unchanged.
+    """
     if transform is None:
         return images
     note = transform.describe([images.size] * len(images))
@@ -231,7 +240,7 @@ def _transform(images: Images, transform: ImageTransform | None) -> Images:
     return replace(transform.apply(images), notes=notes)
 
 
-def _unknown_name(name: str, root: Path) -> QualmsError:
+def _unknown_name_error(name: str, root: Path) -> QualmsError:
     """Create the error that a name is neither a dataset nor a path; it suggests similar names."""
     names = list(DATASETS)
     if root.is_dir():

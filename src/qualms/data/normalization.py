@@ -11,7 +11,7 @@ from qualms.errors import QualmsError
 
 @dataclass(frozen=True)
 class Normalization:
-    """Normalizes images for a network: (x / 255 - mean) / std, for each channel.
+    """Normalizes images for a network: (x / 255 - mean) / std, separately for each channel.
 
     Args:
         mean: one number for each channel, for pixels from 0 to 1.
@@ -38,7 +38,7 @@ class Normalization:
                 f"the normalization has {len(self.mean)} means and {len(self.std)} standard "
                 "deviations; pass one of each per channel."
             )
-        if not all(s > 0 for s in self.std):
+        if not all(channel_std > 0 for channel_std in self.std):
             raise QualmsError(
                 f"the normalization divides by std={self.std}; each value must be above 0."
             )
@@ -52,7 +52,7 @@ class Normalization:
             )
 
     def apply(self, pixels: UInt8[Tensor, "n c h w"]) -> Float32[Tensor, "n c h w"]:
-        """Convert bytes to the numbers that the network receives.
+        """Compute the network's input from bytes: (pixels / 255 - mean) / std.
 
         Args:
             pixels: bytes [n, channels, height, width].
@@ -63,20 +63,21 @@ class Normalization:
                 f"{len(self.mean)}; use images.convert({len(self.mean)}, size), or pass another "
                 "normalization."
             )
+        # [channels, 1, 1], to broadcast over height and width.
         mean = torch.tensor(self.mean, dtype=torch.float32)[:, None, None]
         std = torch.tensor(self.std, dtype=torch.float32)[:, None, None]
         return (pixels.float() / 255 - mean) / std
 
     def in_model_units(self, value: float) -> float | tuple[float, ...]:
-        """Convert a noise level in pixels to the units of the network's input: value / std.
+        """Convert the standard deviation of noise on pixels to units of the network's input.
 
         Args:
-            value: the level for pixels from 0 to 1.
+            value: the standard deviation for pixels from 0 to 1.
 
         Returns:
-            One number for one channel, a number for each of several channels.
+            value / std: a number if there is one channel, else a number for each channel.
         """
-        levels = tuple(value / s for s in self.std)
+        levels = tuple(value / channel_std for channel_std in self.std)
         return levels if len(levels) > 1 else levels[0]
 
     def of_channels(self, channels: int) -> "Normalization":
@@ -86,7 +87,7 @@ class Normalization:
             channels: the number of channels of the images.
 
         Returns:
-            The repeated normalization; the same object if it has as many channels already.
+            A normalization of `channels` channels; the same object if it has that many already.
         """
         if len(self.mean) == channels:
             return self

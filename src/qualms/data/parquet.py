@@ -1,8 +1,9 @@
-"""Images in a .parquet file, as Hugging Face keeps its datasets.
+"""Images in a .parquet file, the format of datasets on Hugging Face.
 
-A column of images holds the bytes of an image file in each row, or a struct with them in `bytes`; a
-column of labels holds whole numbers. The names of the classes are in the schema's metadata, where
-Hugging Face writes them. Rows are stored in groups.
+Each value in the column of images is the bytes of an image file, or a struct with these bytes in
+`bytes`; the column of labels holds integers. The names of the classes are in the schema's metadata,
+where Hugging Face writes them. The rows of a file are stored in groups, which can be read
+separately.
 """
 
 import json
@@ -26,7 +27,7 @@ LABELS = ("label", "labels", "fine_label")
 
 @dataclass(frozen=True)
 class ParquetImages:
-    """An open file with a column of images, and perhaps one of labels.
+    """An open .parquet file with a column of images, and perhaps a column of labels.
 
     Args:
         path: the path of the file.
@@ -43,23 +44,26 @@ class ParquetImages:
     classes: tuple[str, ...]
 
     @property
-    def groups(self) -> list[int]:
-        """The number of rows in each group."""
+    def group_sizes(self) -> list[int]:
+        """The number of rows in each of the file's row groups."""
         metadata = self.file.metadata
         return [metadata.row_group(i).num_rows for i in range(self.file.num_row_groups)]
 
-    def files(self, values: Iterable[Any], first: int = 0, prefix: str = "") -> list[File]:
-        """Describe the images of consecutive rows for `read_images`.
+    def rows_as_files(
+        self, values: Iterable[Any], first_row: int = 0, prefix: str = ""
+    ) -> list[File]:
+        """Create a `File`, the input of `read_images`, for each of some consecutive rows.
 
         Args:
             values: the values of the column of images in these rows.
-            first: the number of the first row.
-            prefix: the start of every id.
+            first_row: the index of the first of these rows in the file.
+            prefix: the start of every image's id.
         """
         files = []
-        for row, value in enumerate(values, first):
+        for row, value in enumerate(values, first_row):
             where = f"row {row} of {self.path}"
-            files.append(File(f"{prefix}row {row}", where, partial(_read_value, where, value)))
+            read_content = partial(_get_image_bytes, where, value)
+            files.append(File(f"{prefix}row {row}", where, read_content))
         return files
 
 
@@ -75,35 +79,40 @@ def open_parquet(path: Path, content: Any) -> ParquetImages:
         file = parquet.ParquetFile(content)
         columns = list(file.schema_arrow.names)
         metadata = file.schema_arrow.metadata or {}
-    image_key = _first_of(IMAGES, columns)
-    label_key = _first_of(LABELS, columns)
+    image_key = _find_column(IMAGES, columns)
+    label_key = _find_column(LABELS, columns)
     if image_key is None:
         raise QualmsError(
             f"{path} has the columns {', '.join(columns) or 'none'}, but no images; name the "
             f"column of images one of {', '.join(IMAGES)}."
         )
-    class_names = _class_names(metadata, label_key)
+    class_names = _read_class_names(metadata, label_key)
     return ParquetImages(path, file, image_key, label_key, class_names)
 
 
-def _first_of(keys: Sequence[str], columns: Sequence[str]) -> str | None:
-    """Return the first of `keys` that is one of `columns`; None if none is."""
-    for key in keys:
-        if key in columns:
-            return key
+def _find_column(names: Sequence[str], columns: Sequence[str]) -> str | None:
+    """Return the first of `names` that is a column; None if none of them is."""
+    for name in names:
+        if name in columns:
+            return name
     return None
 
 
 def read_parquet(
-    path: Path, name: str, transform: ImageTransform | None = None, strict: bool = True
+    path: Path,
+    name: str,
+    transform: ImageTransform | None = None,
+    strict: bool = True,
 ) -> Images:
-    """Read the images of one file in color, with labels and names of classes if it has them.
+    """Read the images of a .parquet file in color, with labels and class names if there are any.
 
     Args:
         path: the path of the file.
         name: the name of the images, in tables and errors.
-        transform: how each image is resized; None leaves them in one size.
-        strict: whether an image that cannot be read is an error.
+        transform: how each image is resized; None keeps the images' size, which must then be the
+            same for all.
+        strict: whether an image that cannot be read is an error. If not, the image is left out and
+            listed in `Images.rejected`.
     """
     arrow = import_extra("pyarrow", "pyarrow", ".parquet files")
     table = open_parquet(path, arrow.BufferReader(read_file_bytes(path)))
@@ -120,7 +129,8 @@ def read_parquet(
             f"the column {table.label_key} of {path} contains values other than whole numbers; "
             "each must be the class of its row."
         )
-    read = read_images(table.files(values[table.image_key]), path, transform, strict)
+    files = table.rows_as_files(values[table.image_key])
+    read = read_images(files, path, transform, strict)
     if labels is not None:
         labels = [labels[row] for row in read.kept]
     return build_images(
@@ -136,36 +146,47 @@ def read_parquet(
     )
 
 
-def parquet_outline(path: Path) -> tuple[list[int], tuple[str, ...]]:
-    """Read the number of rows in each group of a file, and the names of its classes."""
+def read_parquet_outline(path: Path) -> tuple[list[int], tuple[str, ...]]:
+    """Return the number of rows in each row group of a .parquet file, and its class names."""
     table = open_parquet(path, path)
     with table.file:
-        return table.groups, table.classes
+        return table.group_sizes, table.classes
 
 
-def parquet_files(path: Path, start: int, at_once: int, prefix: str = "") -> Iterator[list[File]]:
-    """Yield the images from a row on, several at a time; earlier groups of rows are not read.
+def iter_parquet_files(
+    path: Path,
+    start: int,
+    batch_size: int,
+    prefix: str = "",
+) -> Iterator[list[File]]:
+    """Yield the images from row `start` on, in batches; row groups before it are not read.
 
     Args:
-        path: the path of the file.
-        start: the number of the first row.
-        at_once: the number of images that are read at a time.
-        prefix: the start of every id.
+        path: the path of the .parquet file.
+        start: the index of the first row.
+        batch_size: the largest number of rows that are in memory at a time.
+        prefix: the start of every image's id.
+
+    Yields:
+        A `File`, the input of `read_images`, for each row of a batch.
     """
     table = open_parquet(path, path)
     with table.file, explain_parquet_errors(path):
-        groups = table.groups
-        skipped, row = 0, 0
-        # Groups that end before `start`; `row` is the first row of the next group.
-        while skipped < len(groups) and row + groups[skipped] <= start:
-            row += groups[skipped]
-            skipped += 1
-        remaining = list(range(skipped, len(groups)))
-        if not remaining:
+        group_sizes = table.group_sizes
+        # Skip the groups that end before `start`. After the loop, `row` is the first row of the
+        # first group that is read.
+        n_skipped, row = 0, 0
+        while n_skipped < len(group_sizes) and row + group_sizes[n_skipped] <= start:
+            row += group_sizes[n_skipped]
+            n_skipped += 1
+        remaining_groups = list(range(n_skipped, len(group_sizes)))
+        if not remaining_groups:
             return
-        for batch in table.file.iter_batches(at_once, remaining, [table.image_key]):
+        for batch in table.file.iter_batches(batch_size, remaining_groups, [table.image_key]):
             values = batch.column(0).to_pylist()
-            files = table.files(values, row, prefix)[max(0, start - row) :]
+            files = table.rows_as_files(values, row, prefix)
+            # Leave out the rows of the first group before `start`.
+            files = files[max(0, start - row) :]
             row += len(values)
             if files:
                 yield files
@@ -173,11 +194,11 @@ def parquet_files(path: Path, start: int, at_once: int, prefix: str = "") -> Ite
 
 @contextmanager
 def explain_parquet_errors(path: Path) -> Iterator[None]:
-    """Turn any exception of the block into an error that names the file."""
+    """Turn any exception of the `with` block into an error that names the .parquet file."""
 
     def explain(error: Exception) -> QualmsError:
-        """Create the error: the system's reason for a failed read, else that it is damaged."""
-        # pyarrow raises an OSError of its own for a damaged file, without a reason of the system.
+        """Create the error that the file cannot be read, or else that it is damaged."""
+        # pyarrow also raises an OSError for a damaged file, but without the system's `strerror`.
         if isinstance(error, OSError) and error.strerror is not None:
             return QualmsError(
                 f"{path} cannot be read ({error.strerror}); check that it is a readable file."
@@ -191,8 +212,8 @@ def explain_parquet_errors(path: Path) -> Iterator[None]:
         yield
 
 
-def _read_value(where: str, value: Any) -> bytes:
-    """Return the bytes of the image file in a row, or raise `Unreadable`.
+def _get_image_bytes(where: str, value: Any) -> bytes:
+    """Return the bytes of the image file in a row, or raise `Unreadable` if there are none.
 
     Args:
         where: what an error calls the row.
@@ -206,8 +227,8 @@ def _read_value(where: str, value: Any) -> bytes:
     return content
 
 
-def _class_names(metadata: dict[bytes, bytes], label_key: str | None) -> tuple[str, ...]:
-    """Read the names of the classes from Hugging Face's metadata; empty if they are not there.
+def _read_class_names(metadata: dict[bytes, bytes], label_key: str | None) -> tuple[str, ...]:
+    """Read the names of the classes from Hugging Face's metadata; empty if there are none.
 
     Args:
         metadata: the metadata of the file's schema.
@@ -219,5 +240,6 @@ def _class_names(metadata: dict[bytes, bytes], label_key: str | None) -> tuple[s
         if all(isinstance(name, str) for name in names):
             return tuple(names)
         return ()
+    # The metadata of any file may be absent, of another form, or damaged.
     except (KeyError, TypeError, ValueError, RecursionError):
         return ()

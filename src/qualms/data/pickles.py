@@ -1,9 +1,9 @@
 """Pickles that hold nothing but arrays, numbers, text, lists and dictionaries.
 
-A pickle is a program: Python's own reader runs any code in it. Here every name that
-a pickle can import leads to an object of this file, which decodes the few forms in which arrays are
-written and can do nothing else. No class, no function of numpy and nothing that
-could be changed is ever within its reach.
+A pickle is a program: Python's own reader runs any code in it. Here every name that a pickle can
+import leads to a stand-in, an object of this file, which decodes the few forms in which arrays are
+written and can do nothing else. A pickle reaches no class, no function of NumPy and nothing that it
+could change.
 """
 
 import io
@@ -20,22 +20,22 @@ import numpy as np
 from qualms.data.places import read_file_bytes
 from qualms.errors import QualmsError, explain_failure
 
-# The types of numbers that an array may have: no objects, no fields.
-NUMBER = re.compile(r"[<>|=]?[biuf][1248]")
+# The dtypes that an array may have: plain numbers, but no objects and no fields.
+PLAIN_DTYPE = re.compile(r"[<>|=]?[biuf][1248]")
 
 
 class _Refused(Exception):
-    """Raised if a pickle has more in it than arrays, numbers and text."""
+    """Raised if a pickle contains more than arrays, numbers and text."""
 
 
 def read_pickle(path: Path) -> Any:
     """Read a pickle without running any code in it.
 
     Args:
-        path: the path of a pickle by Python 3, or by Python 2 in binary.
+        path: the path of a pickle that Python 3 wrote, or Python 2 in a binary protocol.
 
     Returns:
-        The object, with numpy arrays; text of Python 2 comes as bytes.
+        The pickled object, with NumPy arrays; text that Python 2 wrote is returned as bytes.
 
     Raises:
         QualmsError: if the pickle is damaged, or contains more than arrays, numbers and text.
@@ -43,46 +43,46 @@ def read_pickle(path: Path) -> Any:
     content = read_file_bytes(path)
 
     def explain(error: Exception) -> QualmsError:
-        """Create the error: refused if the pickle holds more than it may, else damaged."""
+        """Create the error that the pickle is refused, or else that it is damaged."""
         if isinstance(error, _Refused):
             return QualmsError(
-                f"{path} is refused: {error}, and a pickle of more than arrays, numbers and text "
-                "can run arbitrary code; download it again from its official source."
+                f"{path} is refused: {error}, and a pickle with anything but arrays, numbers and "
+                "text can run arbitrary code; download it again from its official source."
             )
         return QualmsError(
             f"{path} is truncated or not a pickle ({type(error).__name__}); download it again."
         )
 
     with warnings.catch_warnings(), explain_failure(explain):
-        # About text of Python 2 with invalid escapes.
+        # Python warns about invalid escapes in text that Python 2 wrote.
         warnings.simplefilter("ignore")
-        _require_bounds(content)
+        _require_plausible_positions(content)
         reader = _ArraysOnly(io.BytesIO(content), encoding="bytes")
         return _unwrap_arrays(reader.load())
 
 
-def _require_bounds(content: bytes) -> None:
-    """Raise if a length in a pickle goes beyond the file.
+def _require_plausible_positions(content: bytes) -> None:
+    """Raise if a pickle claims more bytes, or more memoized objects, than fit into its length.
 
-    Python's reader allocates memory for as many memoized objects, and as many bytes, as the pickle
-    claims. `genops` walks over the operations without running them, and raises if bytes are
-    missing. Positions of memoized objects are compared here.
+    Python's reader would allocate memory for all of them. `genops` goes through the operations
+    without running them, and raises by itself if bytes are missing.
     """
-    for code, argument, _ in pickletools.genops(content):
-        if code.name.endswith("PUT") and int(argument or 0) > len(content):
+    for opcode, argument, _ in pickletools.genops(content):
+        # PUT stores an object at the position `argument` of the memo, a list in memory.
+        if opcode.name.endswith("PUT") and int(argument or 0) > len(content):
             raise _Refused(f"it memoizes object {argument}, in a file of {len(content)} bytes")
 
 
 def _unwrap_arrays(content: Any) -> Any:
-    """Replace the stand-ins among a dictionary's values by their arrays; return all else unchanged.
+    """Replace each `_Array` among a dictionary's values by its array; return all else unchanged.
 
-    Nested containers are left alone: in a malicious pickle, visiting them could take forever.
+    Nested containers are not visited: in a malicious pickle, that could take forever.
     """
     if not isinstance(content, dict):
         return content
     entries = {}
     for key, value in content.items():
-        entries[key] = value.numbers if isinstance(value, _Array) else value
+        entries[key] = value.array if isinstance(value, _Array) else value
     return entries
 
 
@@ -97,11 +97,11 @@ class _ArraysOnly(pickle.Unpickler):
         return STAND_INS[imported]
 
 
-class _Type:
+class _Dtype:
     """Stands in for a numpy.dtype of plain numbers.
 
     Args:
-        code: the dtype in numpy's short form, such as "<f4".
+        code: the dtype in NumPy's short form, such as "<f4".
     """
 
     __slots__ = ("code",)
@@ -110,65 +110,66 @@ class _Type:
         self.code = code
 
     def __setstate__(self, state: Any) -> None:
-        """Take the byte order from a numpy.dtype's state.
+        """Set the byte order from the pickled state of a numpy.dtype.
 
         Args:
-            state: as pickled: version, byte order, three entries for fields and subarrays, more.
+            state: a tuple: version, byte order, three entries that are None unless the dtype has
+                fields or subarrays, and more.
         """
-        order = _decode(state[1])
-        if any(part is not None for part in state[2:5]):
+        byte_order = _decode_text(state[1])
+        if any(entry is not None for entry in state[2:5]):
             raise _Refused("it contains an array with named fields")
-        self.code = _require_number(order + self.code.lstrip("<>|="))
+        self.code = _require_plain_dtype(byte_order + self.code.lstrip("<>|="))
 
 
 class _Array:
     """Stands in for a numpy.ndarray.
 
     Args:
-        numbers: the array; None until `__setstate__` is called.
+        array: the array; None until `__setstate__` is called.
     """
 
-    __slots__ = ("numbers",)
+    __slots__ = ("array",)
 
-    def __init__(self, numbers: Any = None) -> None:
-        self.numbers = numbers
+    def __init__(self, array: Any = None) -> None:
+        self.array = array
 
     def __setstate__(self, state: Any) -> None:
-        """Build the array from a numpy.ndarray's state.
+        """Build the array from the pickled state of a numpy.ndarray.
 
         Args:
-            state: as pickled: version, shape, dtype, whether the first axis changes fastest, bytes.
+            state: a tuple: version, shape, dtype, whether the first axis changes fastest, bytes.
         """
-        _, shape, kind, by_column, content = state
-        self.numbers = _parse_array(content, kind, shape, "F" if by_column else "C")
+        _, shape, dtype, is_fortran_order, content = state
+        self.array = _parse_array(content, dtype, shape, "F" if is_fortran_order else "C")
 
 
-def _parse_array(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray:
-    """Check the parts of an array in a pickle, each of which may be anything, and build the array.
+def _parse_array(content: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
+    """Build an array from its parts in a pickle, after checking the type of each part.
 
     Args:
-        content: the bytes of the numbers.
-        kind: the stand-in for the dtype.
+        content: the bytes of the values.
+        dtype: a `_Dtype`.
         shape: a tuple of lengths.
-        order: "F", as text or bytes, if the first axis changes fastest.
+        order: "F", as text or bytes, if the first axis changes fastest; otherwise "C".
     """
-    if not isinstance(kind, _Type) or not isinstance(content, bytes | bytearray):
+    if not isinstance(dtype, _Dtype) or not isinstance(content, bytes | bytearray):
         raise _Refused("it contains an array of something other than numbers")
     if not isinstance(shape, tuple) or not all(map(_is_length, shape)):
         raise ValueError("not a shape")
-    numbers = np.frombuffer(bytes(content), kind.code)
-    if math.prod(shape) != len(numbers):
+    values = np.frombuffer(bytes(content), dtype.code)
+    if math.prod(shape) != len(values):
         raise ValueError("the length of the array does not match its shape")
-    return numbers.reshape(shape, order="F" if _decode(order) == "F" else "C")
+    return values.reshape(shape, order="F" if _decode_text(order) == "F" else "C")
 
 
 def _is_length(value: Any) -> bool:
-    """Whether a value is a whole number, 0 or more; True and False are not."""
+    """Whether a value is an integer of 0 or more; True and False are not."""
     return type(value) is int and value >= 0
 
 
-def _decode(value: Any) -> str:
-    """Convert a value to text; Python 2 wrote text as bytes."""
+def _decode_text(value: Any) -> str:
+    """Return text, decoded if it is bytes, as Python 2 wrote it; refuse any other value."""
     if not isinstance(value, str | bytes):
         raise _Refused(f"it describes an array by a {type(value).__name__} instead of text")
     if isinstance(value, bytes):
@@ -176,88 +177,100 @@ def _decode(value: Any) -> str:
     return value
 
 
-def _require_number(code: str) -> str:
-    """Return the code of a dtype, or raise an error if it is not one of plain numbers."""
-    if not NUMBER.fullmatch(code):
+def _require_plain_dtype(code: str) -> str:
+    """Return the code of a dtype unchanged, or raise `_Refused` if it is not of plain numbers."""
+    if not PLAIN_DTYPE.fullmatch(code):
         raise _Refused(f"it contains an array of type {code!r}")
     return code
 
 
-# What a pickle can call. These are objects without attributes, not functions or classes: a pickle
-# can also set attributes of what it holds, and on a function or a class they would outlive it.
+# The objects that a pickle can call. They have no attributes, and are neither functions nor
+# classes: a pickle can set attributes of any object that it reaches, and those of a function or a
+# class would persist after the pickle is read.
 
 
-class _Named:
-    """Stands in for a class that a pickle only passes to a call, as numpy.ndarray is."""
+class _ArrayClass:
+    """Stands in for the class numpy.ndarray, which a pickle passes to a call but does not call."""
 
     __slots__ = ()
 
 
-class _MakeType:
+class _MakeDtype:
     """Stands in for numpy.dtype."""
 
     __slots__ = ()
 
-    def __call__(self, code: Any, align: Any = False, copy: Any = False) -> _Type:
-        """Return the stand-in for a dtype of this code; `align` and `copy` change nothing."""
-        return _Type(_require_number(_decode(code)))
+    def __call__(self, code: Any, align: Any = False, copy: Any = False) -> _Dtype:
+        """Return the stand-in for a dtype, given its code; `align` and `copy` are ignored."""
+        return _Dtype(_require_plain_dtype(_decode_text(code)))
 
 
 class _MakeArray:
-    """Stands in for numpy's _reconstruct, which makes an array that `__setstate__` fills."""
+    """Stands in for NumPy's _reconstruct, which makes an array that `__setstate__` fills."""
 
     __slots__ = ()
 
-    def __call__(self, kind: Any, shape: Any, code: Any) -> _Array:
-        """Return an array without numbers; its shape and dtype come with `__setstate__`."""
-        if kind is not ARRAY:
+    def __call__(self, array_class: Any, shape: Any, code: Any) -> _Array:
+        """Return an `_Array` without values.
+
+        The pickle passes the array's shape, dtype and values to `__setstate__` afterwards, so the
+        `shape` and the `code` of a dtype that are passed here are ignored.
+        """
+        if array_class is not ARRAY_CLASS:
             raise _Refused("it contains an array of a custom class")
         return _Array()
 
 
 class _MakeArrayFromBuffer:
-    """Stands in for numpy's _frombuffer."""
+    """Stands in for NumPy's _frombuffer, which makes an array from contiguous bytes."""
 
     __slots__ = ()
 
-    def __call__(self, content: Any, kind: Any, shape: Any, order: Any, axes: Any = None) -> _Array:
-        """Build an array whose numbers are in one piece of bytes.
+    def __call__(
+        self,
+        content: Any,
+        dtype: Any,
+        shape: Any,
+        order: Any,
+        axes: Any = None,
+    ) -> _Array:
+        """Build an array from the bytes of all its values.
 
         Args:
-            content: the bytes of the numbers.
-            kind: the stand-in for the dtype.
+            content: the bytes of the values.
+            dtype: a `_Dtype`.
             shape: a tuple of lengths.
-            order: "F" if the first axis changes fastest.
+            order: "F" if the first axis changes fastest; otherwise "C".
             axes: the order in which the axes are transposed; None for no transposition.
         """
-        numbers = _parse_array(content, kind, shape, order)
-        return _Array(numbers if axes is None else numbers.transpose(axes))
+        array = _parse_array(content, dtype, shape, order)
+        return _Array(array if axes is None else array.transpose(axes))
 
 
 class _MakeNumber:
-    """Stands in for numpy's scalar, which makes one number from a dtype and bytes."""
+    """Stands in for NumPy's scalar, which makes one number from a dtype and bytes."""
 
     __slots__ = ()
 
-    def __call__(self, kind: Any, content: Any) -> Any:
+    def __call__(self, dtype: Any, content: Any) -> Any:
         """Return the number as a bool, int or float of Python."""
-        return _parse_array(content, kind, (), "C").item()
+        return _parse_array(content, dtype, shape=(), order="C").item()
 
 
 class _Encode:
-    """Stands in for `codecs.encode`: how Python 3 writes bytes for the reader of Python 2."""
+    """Stands in for `codecs.encode`, which Python 3 pickles for bytes that Python 2 can read."""
 
     __slots__ = ()
 
     def __call__(self, text: Any, encoding: Any) -> bytes:
-        """Return the bytes of which `text` has one in each character."""
+        """Return the bytes that `text` stands for, one in each character."""
         if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
             raise _Refused("it encodes something other than bytes")
         return text.encode("latin1")
 
 
 class _NoBytes:
-    """Stands in for `bytes`, called with nothing: how Python 3 writes empty bytes for Python 2."""
+    """Stands in for `bytes`, whose call without arguments Python 3 pickles for empty bytes."""
 
     __slots__ = ()
 
@@ -266,15 +279,16 @@ class _NoBytes:
         return b""
 
 
-ARRAY = _Named()
+ARRAY_CLASS = _ArrayClass()
 STAND_INS: dict[str, Any] = {
-    "numpy.ndarray": ARRAY,
-    "numpy.dtype": _MakeType(),
+    "numpy.ndarray": ARRAY_CLASS,
+    "numpy.dtype": _MakeDtype(),
     "_codecs.encode": _Encode(),
     "__builtin__.bytes": _NoBytes(),
     "builtins.bytes": _NoBytes(),
 }
-for _core in ("numpy.core", "numpy._core"):  # before and since numpy 2
+# The names before and since NumPy 2.
+for _core in ("numpy.core", "numpy._core"):
     STAND_INS[f"{_core}.multiarray._reconstruct"] = _MakeArray()
     STAND_INS[f"{_core}.multiarray.scalar"] = _MakeNumber()
     STAND_INS[f"{_core}.numeric._frombuffer"] = _MakeArrayFromBuffer()

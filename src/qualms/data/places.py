@@ -1,4 +1,4 @@
-"""Where a dataset's files are looked for, and what they hold."""
+"""Find and read a dataset's files, and import the optional packages that some readers need."""
 
 from collections.abc import Iterable
 from importlib import import_module
@@ -9,17 +9,17 @@ from qualms.errors import QualmsError
 
 
 class NotFound(QualmsError):
-    """Raised if a dataset's file or folder is at none of the paths that are tried.
+    """Raised if a dataset's file or folder is at none of the paths where it may be.
 
-    `load` catches it and adds how to get the files.
+    `load` catches this error and adds how to get the files.
     """
 
 
 def find_first(places: Iterable[Path], what: str) -> Path:
-    """Find the first of some files or folders that exists.
+    """Return the first path that exists.
 
     Args:
-        places: the paths, in the order in which they are tried.
+        places: the paths of a file or folder, in the order in which they are tried.
         what: what the error calls the file or folder.
 
     Raises:
@@ -30,7 +30,9 @@ def find_first(places: Iterable[Path], what: str) -> Path:
         if place.exists():
             return place
         folders.append(str(place.parent))
-    raise NotFound(f"there is no {what} in {', '.join(dict.fromkeys(folders))}")
+    # Without duplicates, in the same order.
+    unique_folders = dict.fromkeys(folders)
+    raise NotFound(f"there is no {what} in {', '.join(unique_folders)}")
 
 
 def read_file_bytes(path: Path) -> bytes:
@@ -48,8 +50,8 @@ def import_extra(module: str, package: str, what: str, group: str = "app") -> An
 
     Args:
         module: the module's import path.
-        package: what pip calls the package that has it.
-        what: what needs the package, for the error.
+        package: the name of the package on PyPI.
+        what: what the package is needed to read, for the error.
         group: the extra of qualms that installs the package.
 
     Returns:
@@ -62,5 +64,5 @@ def import_extra(module: str, package: str, what: str, group: str = "app") -> An
         return import_module(module)
     except ImportError:
         raise QualmsError(
-            f"reading {what} needs {package}; pip install '.[{group}]' in a clone of qualms"
+            f"reading {what} needs {package}; run pip install '.[{group}]' in a clone of qualms"
         ) from None

@@ -18,12 +18,12 @@ from qualms.errors import QualmsError
 
 @dataclass(frozen=True)
 class File:
-    """An image to be read.
+    """An image file that can be read later.
 
     Args:
         id: the name of the image.
         where: what an error calls the image.
-        content: returns the bytes of the image file, or raises `Unreadable`.
+        content: a function that returns the bytes of the file, or raises `Unreadable`.
     """
 
     id: str
@@ -37,8 +37,8 @@ class Read:
 
     Args:
         pixels: bytes [n, channels, height, width].
-        kept: the position of each image among the files.
-        notes: what was changed in the images, in sentences.
+        kept: for each image, the index of its file among all files.
+        notes: sentences about what was changed in the images.
         rejected: the files that could not be read.
     """
 
@@ -58,12 +58,14 @@ def read_images(
     """Read image files into one array.
 
     Args:
-        files: the images to read.
+        files: the image files to read.
         where: what an error calls all files together.
-        transform: how each image is resized; None leaves them in color and in one size.
-        strict: whether the first image that cannot be read is an error.
-        may_be_empty: whether it is allowed that no image can be read, as where `files` are only a
-            part of all.
+        transform: how each image is resized; None keeps the images' size, which must then be the
+            same for all.
+        strict: whether an image that cannot be read is an error. If not, the image is left out and
+            listed in `Read.rejected`.
+        may_be_empty: whether to return no images, instead of raising an error, if none can be read;
+            for a batch of a larger number of files.
 
     Raises:
         QualmsError: if images differ in size, or if no image can be read.
@@ -73,9 +75,9 @@ def read_images(
     rejected: list[Rejected] = []
     sizes: list[tuple[int, int]] = []
     changes: Counter[str] = Counter()
-    for position, file in enumerate(files):
+    for index, file in enumerate(files):
         try:
-            image, changed = decode_image(file.content(), file.where)
+            image, image_changes = decode_image(file.content(), file.where)
         except Unreadable as error:
             if strict:
                 raise
@@ -86,47 +88,54 @@ def read_images(
             image = transform.apply_to_image(image)
         array = channels_first(image)
         if not kept:
+            # The first image decides the size.
             pixels = np.empty((len(files), *array.shape), np.uint8)
         elif array.shape != pixels.shape[1:]:
-            (high, wide), (other_high, other_wide) = sizes[0], sizes[-1]
+            # `sizes` are those of the images kept and, at the end, of this image.
+            height, width = sizes[0]
+            other_height, other_width = sizes[-1]
             raise QualmsError(
-                f"the images in {where} differ in size: {files[kept[0]].id} is {wide} x {high}, "
-                f"but {file.id} is {other_wide} x {other_high}; pass size= to resize them while "
-                "reading."
+                f"the images in {where} differ in size: {files[kept[0]].id} is {width} x "
+                f"{height}, but {file.id} is {other_width} x {other_height}; pass size= to resize "
+                "them while reading."
             )
         pixels[len(kept)] = array
-        kept.append(position)
-        changes.update(changed)
+        kept.append(index)
+        changes.update(image_changes)
     if not kept and not may_be_empty:
-        raise _nothing_read(where, rejected)
-    notes = _describe(changes, transform, sizes)
+        raise _nothing_read_error(where, rejected)
+    notes = _write_notes(changes, transform, sizes)
     return Read(pixels[: len(kept)], kept, notes, tuple(rejected))
 
 
-def _describe(
+def _write_notes(
     changes: Counter[str], transform: ImageTransform | None, sizes: list[tuple[int, int]]
 ) -> tuple[str, ...]:
-    """Describe what was changed in the images, in sentences.
+    """Write sentences about what was changed in the images.
 
     Args:
-        changes: by key of `CHANGES`, the number of images.
+        changes: a dict from keys of `CHANGES` to the number of images that were changed so.
         transform: how the images were resized; None if they were not.
-        sizes: the height and width of each image before that.
+        sizes: the height and width of each image before it was resized.
     """
     if transform is None:
         return tuple(describe_changes(changes))
     if transform.channels == 1:
-        del changes["grayscale"]  # gray images stayed gray
+        # Gray images were converted to color and back: they did not change.
+        del changes["grayscale"]
     resized = transform.describe(sizes)
-    return (*describe_changes(changes), *([resized] if resized else []))
+    sentences = describe_changes(changes)
+    if resized:
+        sentences.append(resized)
+    return tuple(sentences)
 
 
-def _nothing_read(where: object, rejected: Sequence[Rejected]) -> QualmsError:
+def _nothing_read_error(where: object, rejected: Sequence[Rejected]) -> QualmsError:
     """Create the error that no image could be read, with the reason of the first.
 
     Args:
         where: what the error calls all files together.
-        rejected: the files that could not be read; none if there are no files.
+        rejected: the files that could not be read; empty if there are no files.
     """
     if not rejected:
         return QualmsError(f"{where} contains no images; check the path.")

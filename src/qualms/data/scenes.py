@@ -1,9 +1,9 @@
-"""Scenes for segmentation, made from what comes with scikit-learn and Pillow.
+"""Scenes for segmentation, drawn from images that come with scikit-learn and Pillow.
 
-A scene has several digits, and perhaps one unknown object. A network learns background and the
-digits 0 to 7. What it has never seen is pasted into test scenes: the digits 8 and 9, letters, or
-patches of photographs. All objects are shrunk to the 8x8 pixels that the digits have and enlarged
-alike, so that they cannot be recognized by their sharpness.
+A scene has several digits, and perhaps one unknown object. A network learns the background and the
+digits 0 to 7. Unknown objects, which it has never seen, are pasted into test scenes: the digits 8
+and 9, letters, or patches of photographs. All objects are first shrunk to 8x8 pixels, the size of
+scikit-learn's digits, and then enlarged, so that their sharpness does not give them away.
 """
 
 from dataclasses import dataclass
@@ -21,18 +21,25 @@ from qualms.random import generator
 
 SIZE = 48  # pixels a side
 CLASSES = ("background", *"01234567")
-UNKNOWN, IGNORED = 254, 255  # labels of pixels that are of no class
-KINDS = ("digits", "letters", "photos")  # of unknown objects
-LIKE_DIGITS = "bDIilOoSsZz"  # letters that look like 6, 0, 1, 5 or 2
+# Labels of pixels that belong to no class.
+UNKNOWN, IGNORED = 254, 255
+# The kinds of unknown objects.
+KINDS = ("digits", "letters", "photos")
+# Letters that look like 6, 0, 1, 5 or 2.
+LIKE_DIGITS = "bDIilOoSsZz"
 NORMALIZATION = Normalization((0.3,), (0.3,))
-OBJECT = 8  # pixels a side of an object before it is enlarged
-# The least and the most pixels a side of an enlarged object.
+# Pixels a side of an object before it is enlarged.
+OBJECT = 8
+# The smallest and the largest side of an enlarged object, in pixels.
 SIDES = (12, 20)
-# The least and the most known objects in a scene, if there is room.
+# The smallest and the largest number of known objects in a scene; fewer if there is no room.
 OBJECTS = (2, 4)
-TRIES = 20  # random places that are tried for each object
-INK = 0.45  # pixels of at least this opacity are labeled as the object
-PAPER = 0.15  # pixels of at most this opacity are labeled as background
+# Random squares that are tried for each object.
+TRIES = 20
+# Pixels of at least this opacity are labeled as the object.
+INK = 0.45
+# Pixels of at most this opacity are labeled as background.
+PAPER = 0.15
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +48,8 @@ class Scenes:
 
     Args:
         pixels: bytes [n, 1, height, width].
-        labels: 0 to 8, positions in `CLASSES`, or `UNKNOWN`, or `IGNORED` at the edge of ink,
-            [n, height, width].
+        labels: integers [n, height, width]: 0 to 8, indices into `CLASSES`; `UNKNOWN`; or `IGNORED`
+            at the edge of ink.
     """
 
     pixels: UInt8[Tensor, "n 1 h w"]
@@ -58,10 +65,10 @@ class _Objects:
     """Objects that can be pasted into scenes.
 
     Args:
-        shapes: the brightness of each object's pixels, from 0 to 1, [n, 8, 8].
-        labels: the label of each object's pixels, [n].
-        is_ink: whether brightness is opacity, as of ink on transparent paper; else objects are
-            opaque squares.
+        shapes: the pixels of each object, from 0 to 1, [n, 8, 8].
+        labels: for each object, the label of all its pixels, [n].
+        is_ink: whether `shapes` is the opacity of the pixels, as for ink on transparent paper. If
+            not, objects are opaque squares, and `shapes` is their brightness.
     """
 
     shapes: Float[Tensor, "n 8 8"]
@@ -72,13 +79,13 @@ class _Objects:
 def scenes(count: int, split: str = "test", unknown: str | None = None, seed: int = 0) -> Scenes:
     """Draw scenes of two to four known digits each, and of one unknown object if requested.
 
-    Scene i follows from its number and the arguments alone, not from how many are made.
+    Scene i does not depend on `count`: fewer scenes are the start of more scenes.
 
     Args:
         count: the number of scenes.
-        split: "train" or "test", for digits, letters and photographs.
-        unknown: a kind of `KINDS`, or None.
-        seed: decides the draws.
+        split: "train" or "test", the split of the digits, letters and photographs.
+        unknown: the kind of unknown object, one of `KINDS`; None for scenes without one.
+        seed: the seed of all random draws.
     """
     if count < 1 or split not in ("train", "test") or unknown not in (None, *KINDS):
         raise QualmsError(
@@ -87,168 +94,186 @@ def scenes(count: int, split: str = "test", unknown: str | None = None, seed: in
             f"{', '.join(KINDS)}."
         )
     known, _ = _split_digits(split)
-    others = None
-    kind = 0
+    unknown_objects = None
+    kind_index = 0
     if unknown is not None:
-        others = _unknown_objects(unknown, split)
-        kind = 1 + KINDS.index(unknown)
+        unknown_objects = _read_unknown_objects(unknown, split)
+        kind_index = 1 + KINDS.index(unknown)
     pixels = []
     labels = []
     for i in range(count):
-        draws = generator(seed, int(split == "test"), kind, i)
-        scene = _draw_scene(known, others, draws)
-        pixels.append(scene.pixels())
-        labels.append(scene.labels)
+        # A generator of its own for each scene, so that scenes do not depend on one another.
+        random = generator(seed, int(split == "test"), kind_index, i)
+        canvas = _draw_scene(known, unknown_objects, random)
+        pixels.append(canvas.noisy_pixels())
+        labels.append(canvas.labels)
     return Scenes(torch.stack(pixels), torch.stack(labels))
 
 
 def _shrink(pixels: UInt8[Tensor, "n c h w"]) -> Float[Tensor, "n 8 8"]:
-    """Convert images to gray from 0 to 1, and shrink them to the size of the digits."""
+    """Convert images to gray from 0 to 1, and shrink them to 8x8 pixels."""
     gray = pixels.float().mean(1, keepdim=True) / 255
     size = (OBJECT, OBJECT)
     small = F.interpolate(gray, size, mode="bilinear", antialias=True)
+    # Drop the axis of channels.
     return small[:, 0]
 
 
 def _enlarge(shape: Float[Tensor, "8 8"], size: int) -> Float[Tensor, "k k"]:
-    """Enlarge an object to a number of pixels a side."""
+    """Enlarge the pixels of one object to [size, size], bilinearly."""
+    # `interpolate` takes [n, c, h, w].
     large = F.interpolate(shape[None, None], (size, size), mode="bilinear")
     return large[0, 0]
 
 
 def _crop_margin(letter: UInt8[Tensor, "c h w"]) -> UInt8[Tensor, "c k l"]:
-    """Crop a letter to the smallest rectangle around its ink, as the digits have no margin."""
-    _, rows, columns = letter.nonzero(as_tuple=True)
-    height = slice(int(rows.min()), int(rows.max()) + 1)
-    width = slice(int(columns.min()), int(columns.max()) + 1)
-    return letter[:, height, width]
+    """Crop a letter to the smallest rectangle around its ink, as digits have no margin either."""
+    _, ink_rows, ink_columns = letter.nonzero(as_tuple=True)
+    rows = slice(int(ink_rows.min()), int(ink_rows.max()) + 1)
+    columns = slice(int(ink_columns.min()), int(ink_columns.max()) + 1)
+    return letter[:, rows, columns]
 
 
 def _split_digits(split: str) -> tuple[_Objects, _Objects]:
-    """Return the digits 0 to 7, which networks learn, and 8 and 9, labeled as unknown."""
+    """Return the digits 0 to 7, which networks learn, and the digits 8 and 9, labeled unknown."""
     digits = read_digits(Path(), split)
+    # Digits always have labels.
     assert digits.labels is not None
     shapes = _shrink(digits.pixels)
     is_known = digits.labels < len(CLASSES) - 1
-    known = _Objects(shapes[is_known], digits.labels[is_known] + 1)  # class 0 is the background
-    return known, _as_unknown(shapes[~is_known])
+    # Class 0 is the background, so digit i is class i + 1.
+    known = _Objects(shapes[is_known], digits.labels[is_known] + 1)
+    return known, _label_unknown(shapes[~is_known])
 
 
-def _as_unknown(shapes: Float[Tensor, "n 8 8"], is_ink: bool = True) -> _Objects:
-    """Label all pixels of some objects as unknown."""
+def _label_unknown(shapes: Float[Tensor, "n 8 8"], is_ink: bool = True) -> _Objects:
+    """Create objects that are all labeled `UNKNOWN`.
+
+    Args:
+        shapes: the pixels of each object.
+        is_ink: whether these are opacities; see `_Objects`.
+    """
     labels = torch.full((len(shapes),), UNKNOWN)
     return _Objects(shapes, labels, is_ink)
 
 
-def _unknown_objects(kind: str, split: str) -> _Objects:
-    """Read the objects of one of `KINDS`, all labeled as unknown.
+def _read_unknown_objects(kind: str, split: str) -> _Objects:
+    """Read the objects of one of `KINDS`, all labeled `UNKNOWN`.
 
     Args:
-        kind: "digits" for 8 and 9, "letters" for those unlike digits, "photos" for patches.
+        kind: "digits" for the digits 8 and 9, "letters" for the letters that do not look like
+            digits, "photos" for patches of photographs.
         split: "train" or "test".
     """
     if kind == "photos":
         photos = read_photos(Path(), split)
-        return _as_unknown(_shrink(photos.pixels), is_ink=False)
+        return _label_unknown(_shrink(photos.pixels), is_ink=False)
     if kind == "digits":
         _, unknown = _split_digits(split)
         return unknown
     letters = read_letters(Path(), split)
+    # Letters always have labels.
     assert letters.labels is not None
     shapes = []
     for pixels, label in zip(letters.pixels, letters.labels.tolist(), strict=True):
         if letters.classes[label] not in LIKE_DIGITS:
-            shapes.append(_shrink(_crop_margin(pixels)[None]))
+            letter = _crop_margin(pixels)
+            # `[None]` makes a batch of one image.
+            shapes.append(_shrink(letter[None]))
     ink = torch.cat(shapes)
-    darkest = ink.amax((1, 2), keepdim=True)
-    # Thin lines fade as they shrink; now as strong as digits'.
-    return _as_unknown(ink / darkest)
+    # Thin lines fade when they are shrunk: scale each letter to full opacity, as digits have.
+    strongest = ink.amax((1, 2), keepdim=True)
+    return _label_unknown(ink / strongest)
 
 
-def _draw_scene(known: _Objects, others: _Objects | None, draws: torch.Generator) -> "_Canvas":
-    """Draw one scene; the unknown object is pasted first, so that there is room for it.
+def _draw_scene(known: _Objects, unknown: _Objects | None, random: torch.Generator) -> "_Canvas":
+    """Draw one scene of known objects, and perhaps one unknown object.
 
     Args:
         known: the digits that a network learns.
-        others: unknown objects, one of which is pasted; None for a scene without one.
-        draws: the random generator for all choices.
+        unknown: unknown objects, one of which is pasted; None for a scene without one.
+        random: the generator of all random choices.
     """
-    scene = _Canvas(draws)
-    if others is not None:
-        scene.paste(others, scene.draw(len(others.shapes)))
+    canvas = _Canvas(random)
+    if unknown is not None:
+        # First of all, so that there is room for it.
+        canvas.paste(unknown, canvas.draw_integer(len(unknown.shapes)))
     low, high = OBJECTS
-    for _ in range(low + scene.draw(high - low + 1)):
-        scene.paste(known, scene.draw(len(known.shapes)))
-    return scene
+    n_known = low + canvas.draw_integer(high - low + 1)
+    for _ in range(n_known):
+        canvas.paste(known, canvas.draw_integer(len(known.shapes)))
+    return canvas
 
 
 class _Canvas:
-    """A background of slowly changing brightness, on which objects find free places.
+    """A background of slowly changing brightness, on which objects are pasted side by side.
 
     Args:
-        draws: the random generator for all choices.
+        random: the generator of all random choices.
 
     Attributes:
         image: the brightness of each pixel, about 0 to 1.
         labels: the label of each pixel, 0 for the background.
-        taken: whether a pixel is in the square of a pasted object.
+        is_taken: whether a pixel is in the square of a pasted object.
     """
 
-    def __init__(self, draws: torch.Generator) -> None:
-        self.draws = draws
-        corners = 0.4 * torch.rand(1, 1, 2, 2, generator=draws)
+    def __init__(self, random: torch.Generator) -> None:
+        self.random = random
+        # A random brightness for each corner; between the corners, it is interpolated.
+        corners = 0.4 * torch.rand(1, 1, 2, 2, generator=random)
         size = (SIZE, SIZE)
         image = F.interpolate(corners, size, mode="bilinear", align_corners=True)
+        # `interpolate` returns [n, c, h, w].
         self.image = image[0, 0]
         self.labels = torch.zeros(SIZE, SIZE, dtype=torch.long)
-        self.taken = torch.zeros(SIZE, SIZE, dtype=torch.bool)
+        self.is_taken = torch.zeros(SIZE, SIZE, dtype=torch.bool)
 
-    def draw(self, end: int) -> int:
-        """Draw a whole number from 0 to `end - 1`."""
-        return int(torch.randint(end, (), generator=self.draws))
+    def draw_integer(self, end: int) -> int:
+        """Draw an integer from 0 to `end - 1`."""
+        return int(torch.randint(end, (), generator=self.random))
 
     def paste(self, objects: _Objects, i: int) -> None:
-        """Paste object i in a random size and place; it is left out if no free place is found."""
+        """Paste object i in a random size at a random place, unless no free place is found."""
         shape = objects.shapes[i]
         low, high = SIDES
-        size = low + self.draw(high - low + 1)
-        brightness = 0.75 + 0.25 * torch.rand((), generator=self.draws)
-        place = self._find_place(size)
-        if place is None:
+        size = low + self.draw_integer(high - low + 1)
+        brightness = 0.75 + 0.25 * torch.rand((), generator=self.random)
+        square = self._find_free_square(size)
+        if square is None:
             return
         if objects.is_ink:
-            alpha = _enlarge(shape, size)
+            alpha = _enlarge(shape, size)  # opacity
             color = brightness
         else:
             alpha = _enlarge(torch.ones_like(shape), size)
             color = _enlarge(shape, size)
-        self.image[place] = (1 - alpha) * self.image[place] + alpha * color
-        # Pixels that are neither clearly ink nor clearly paper do not count.
-        edge = torch.where(alpha > PAPER, IGNORED, 0)
-        self.labels[place] = torch.where(alpha >= INK, int(objects.labels[i]), edge)
-        self.taken[place] = True
+        self.image[square] = (1 - alpha) * self.image[square] + alpha * color
+        # Pixels that are neither clearly ink nor clearly paper are ignored.
+        background_or_ignored = torch.where(alpha > PAPER, IGNORED, 0)
+        label = int(objects.labels[i])
+        self.labels[square] = torch.where(alpha >= INK, label, background_or_ignored)
+        self.is_taken[square] = True
 
-    def _find_place(self, size: int) -> tuple[slice, slice] | None:
-        """Find a random square without an object.
+    def _find_free_square(self, size: int) -> tuple[slice, slice] | None:
+        """Find a random square on which no object has been pasted.
 
         Args:
-            size: the number of pixels a side.
+            size: the side of the square in pixels.
 
         Returns:
-            The rows and the columns of the square; None if none of `TRIES` places is free.
+            The rows and the columns of the square; None if `TRIES` random squares are all taken.
         """
         for _ in range(TRIES):
-            top = self.draw(SIZE - size + 1)
-            left = self.draw(SIZE - size + 1)
-            rows = slice(top, top + size)
-            columns = slice(left, left + size)
-            place = rows, columns
-            if not self.taken[place].any():
-                return place
+            top = self.draw_integer(SIZE - size + 1)
+            left = self.draw_integer(SIZE - size + 1)
+            square = slice(top, top + size), slice(left, left + size)
+            if not self.is_taken[square].any():
+                return square
         return None
 
-    def pixels(self) -> UInt8[Tensor, "1 h w"]:
-        """Convert the image to bytes, with noise added; each call draws new noise."""
-        noise = torch.randn(SIZE, SIZE, generator=self.draws)
+    def noisy_pixels(self) -> UInt8[Tensor, "1 h w"]:
+        """Add noise to the image, and convert it to bytes; each call draws new noise."""
+        noise = torch.randn(SIZE, SIZE, generator=self.random)
         noisy = 255 * (self.image + 0.04 * noise)
+        # `[None]` adds the axis of channels.
         return noisy.round().clamp(0, 255).to(torch.uint8)[None]

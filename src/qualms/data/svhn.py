@@ -1,7 +1,7 @@
 """SVHN, the cropped digits: one MATLAB file for each split.
 
-It has the images as `X`, bytes [height, width, channel, n], and the labels as `y`, whole numbers
-from 1 to 10; 10 is the digit 0.
+The file has the images as `X`, bytes [height, width, channel, n], and the labels as `y`, integers
+from 1 to 10; label 10 is the digit 0.
 """
 
 import zlib
@@ -37,23 +37,26 @@ def read_svhn(root: Path, split: str) -> Images:
         )
     if not _are_svhn_labels(labels):
         raise QualmsError(
-            f"the labels in {path} are not all from 1 to 10, as SVHN numbers its classes; "
-            "download it again."
+            f"the labels in {path} are not all from 1 to 10, the classes of SVHN; download it "
+            "again."
         )
+    # Label 10 stands for the digit 0.
     digits = labels.astype("int64") % 10
+    # From [height, width, channel, n] to [n, channel, height, width].
     return build_images("svhn", path, pixels.transpose(3, 2, 0, 1), digits, DIGITS)
 
 
 def _are_svhn_labels(labels: np.ndarray) -> bool:
-    """Whether all labels are whole numbers from 1 to 10."""
+    """Whether all labels are integers from 1 to 10."""
     if labels.size == 0:
+        # `build_images` raises the error for a file without images.
         return True
     in_range = labels.min() >= 1 and labels.max() <= 10
     return bool(in_range and (labels == labels.astype("int64")).all())
 
 
 def _read_variables(path: Path) -> dict[str, np.ndarray]:
-    """Read the arrays of a file by name; `X` and `y` must be among them."""
+    """Read the arrays of a MATLAB file by name, or raise an error if `X` or `y` is missing."""
     content = read_file_bytes(path)
     try:
         variables = read_mat(content)
@@ -63,8 +66,8 @@ def _read_variables(path: Path) -> dict[str, np.ndarray]:
         ) from None
     arrays = {}
     for name, variable in variables.items():
-        if variable.numbers is not None:
-            arrays[name] = variable.numbers
+        if variable.array is not None:
+            arrays[name] = variable.array
     if "X" not in arrays or "y" not in arrays:
         kinds = [f"{name} ({variable.kind})" for name, variable in variables.items()]
         raise QualmsError(

@@ -1,6 +1,6 @@
-"""Images in .tar files, as WebDataset keeps them.
+"""Images in .tar files, in the format of WebDataset.
 
-Files of one name and several endings are one sample, such as 0001.jpg and 0001.cls.
+Files that differ only in their endings, such as 0001.jpg and 0001.cls, are one sample.
 """
 
 import tarfile
@@ -11,26 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from qualms.data.decode import Unreadable
-from qualms.data.folder import endings
+from qualms.data.folder import readable_endings
 from qualms.data.places import import_extra
 from qualms.data.reading import File
 from qualms.errors import QualmsError, explain_failure
 
-# Bytes, the unit in which such files are filled up with zeros.
-RECORD = 20 * 512
+# The length of a .tar file is filled up with zeros to a multiple of this number of bytes.
+RECORD_BYTES = 20 * 512
 
 
-def tar_files(path: Path, prefix: str = "") -> Iterator[File]:
-    """Yield the image of each sample in the order of the file, without labels and the like.
+def iter_tar_files(path: Path, prefix: str = "") -> Iterator[File]:
+    """Yield a `File` for the image of each sample of a .tar file, in the order of the samples.
+
+    Labels and other data of the samples are ignored.
 
     Args:
-        path: the path of the file.
-        prefix: the start of every id.
+        path: the path of the .tar file.
+        prefix: the start of every image's id.
     """
     library = import_extra("webdataset.tariterators", "webdataset", ".tar files", "scale")
 
     def explain(error: Exception) -> QualmsError:
-        """Create the error: the system's reason for a failed read, else that it is damaged."""
+        """Create the error that the file cannot be read, or else that it is damaged."""
         if isinstance(error, OSError):
             return QualmsError(
                 f"{path} cannot be read ({error.strerror or error}); check that it is complete."
@@ -51,27 +53,32 @@ def tar_files(path: Path, prefix: str = "") -> Iterator[File]:
                     raise QualmsError(f"{path} has two samples called {key}; rename one.")
                 seen.add(key)
                 where = f"{key} in {path}"
-                yield File(f"{prefix}{key}", where, partial(_find_image, sample, where))
+                read_content = partial(_find_image, sample, where)
+                yield File(f"{prefix}{key}", where, read_content)
 
 
 def _require_complete(path: Path) -> None:
-    """Raise unless the headers of a file lead to its end.
+    """Raise a ReadError if a .tar file was truncated.
 
-    Other readers take a truncated header for the end of the file.
+    WebDataset's reader would take a truncated header for the end of the file.
     """
-    # Iterating reads all headers. Then `offset` is the end of the last entry; zeros must follow.
-    with _open(path) as file:
+    with _open_tar(path) as file:
+        # Iterating reads all headers; afterwards `offset` is the end of the last entry.
         for _ in file:
             pass
         assert file.fileobj is not None
+        # A complete file has zeros after its last entry.
         file.fileobj.seek(file.offset)
-        rest = file.fileobj.read(RECORD)
+        rest = file.fileobj.read(RECORD_BYTES)
         if not rest or any(rest):
             raise tarfile.ReadError
 
 
-def _open(path: Path) -> tarfile.TarFile:
-    """Open a plain or compressed file; xz is refused, as its header alone decides its memory."""
+def _open_tar(path: Path) -> tarfile.TarFile:
+    """Open a .tar file that is plain or compressed with gzip or bzip2.
+
+    Files compressed with xz are refused: their header decides how much memory is allocated.
+    """
     with suppress(tarfile.ReadError):
         return tarfile.open(path, "r:")
     with suppress(tarfile.ReadError):
@@ -80,26 +87,28 @@ def _open(path: Path) -> tarfile.TarFile:
 
 
 def _find_image(sample: dict[str, Any], where: str) -> bytes:
-    """Find the image of a sample.
+    """Return the bytes of a sample's image file.
 
-    If there are several, the one with a single ending counts: x.jpg, not x.mask.png.
+    If a sample has several image files, the one with a single ending is its image: x.jpg, not
+    x.mask.png.
 
     Args:
-        sample: by ending, the bytes of each file of the sample; also WebDataset's own entries.
+        sample: a dict from the endings of the sample's files to their bytes; it also has entries of
+            WebDataset, such as "__key__".
         where: what an error calls the sample.
 
     Raises:
-        Unreadable: if not exactly one image is found.
+        Unreadable: if there is not exactly one image.
     """
-    images, plain = [], []
-    for field, value in sample.items():
-        ending = field.rpartition(".")[2].lower()
-        if not isinstance(value, bytes) or f".{ending}" not in endings():
+    images, single_ending_images = [], []
+    for endings, value in sample.items():
+        ending = endings.rpartition(".")[2].lower()
+        if not isinstance(value, bytes) or f".{ending}" not in readable_endings():
             continue
         images.append(value)
-        if "." not in field:
-            plain.append(value)
-    images = plain or images
+        if "." not in endings:
+            single_ending_images.append(value)
+    images = single_ending_images or images
     if len(images) != 1:
         raise Unreadable(where, f"a sample with {len(images) or 'no'} readable images")
     return images[0]

@@ -41,10 +41,11 @@ class ClassGradientNorms:
     norms: Float[Tensor, "b c l"]
     probs: Float[Tensor, "b c"]
     layers: list[str]
-    # Layers that have a parameter without a fast gradient rule.
+    # The layers that have a parameter without a fast gradient rule.
     general: list[str]
-    engine: Engine = "exact"  # the engine that computed the norms
-    # Standard error of the norms, if they are sketched.
+    # The engine that computed the norms.
+    engine: Engine = "exact"
+    # Standard errors of the norms; None unless they are sketched.
     error: Float[Tensor, "b c l"] | None = None
 
 
@@ -119,22 +120,31 @@ def class_gradient_norms(
         assert torch.allclose(g.norms, slow.norms)
         ```
     """
-    settings = Settings(engine, layers, norm, params, budget, batch_size, seed)
-    smooth = Smoothing.of(smoothing)
+    settings = Settings(
+        engine=engine,
+        granularity=layers,
+        norm=norm,
+        params=params,
+        budget=budget,
+        batch_size=batch_size,
+        seed=seed,
+    )
+    perturbation = Smoothing.of(smoothing)
     with preserve_state(model) as inner:
-        inputs = numbered_batches(x, inner)
-        first = next(inputs)
-        settings = resolve_layer_engine(settings, inner, first[1])
-        every = chain([first], inputs)
-        table = _table_of_batches(inner, every, settings, Directions(("classes",)), smooth)
-    probs = table.logits.softmax(-1)
+        batches = numbered_batches(x, inner)
+        # `engine="auto"` is decided by the first batch.
+        first_number, first_batch = next(batches)
+        settings = resolve_layer_engine(settings, inner, first_batch)
+        all_batches = chain([(first_number, first_batch)], batches)
+        directions = Directions(("classes",))
+        table = _table_of_batches(inner, all_batches, settings, directions, perturbation)
     return ClassGradientNorms(
-        table.values,
-        probs,
-        table.layers,
-        table.general,
-        settings.engine_name,
-        table.error,
+        norms=table.values,
+        probs=table.logits.softmax(-1),
+        layers=table.layers,
+        general=table.general,
+        engine=settings.engine_name,
+        error=table.error,
     )
 
 
@@ -168,26 +178,33 @@ def class_gradient_gram(
     """
     settings = Settings(granularity=layers, params=params, budget=budget, batch_size=batch_size)
     with preserve_state(model) as inner:
-        inputs = numbered_batches(x, inner)
-        table = _table_of_batches(inner, inputs, settings, Directions(("logits",)), gram=True)
-    return ClassGradientGram(table.values, table.logits, table.layers, table.general)
+        batches = numbered_batches(x, inner)
+        table = _table_of_batches(inner, batches, settings, Directions(("logits",)), gram=True)
+    return ClassGradientGram(
+        gram=table.values,
+        logits=table.logits,
+        layers=table.layers,
+        general=table.general,
+    )
 
 
 def _table_of_batches(
     model: nn.Module,
-    inputs: Iterable[tuple[int, Batch]],
+    batches: Iterable[tuple[int, Batch]],
     settings: Settings,
     directions: Directions,
     smoothing: Smoothing | None = None,
     gram: bool = False,
 ) -> LayerTable:
-    """Compute the table of all batches, in the precision of the logits (at least float32).
+    """Compute one table of norms or inner products for all batches.
+
+    Its values are in the precision of the logits, but at least in float32.
 
     Args:
         model: the model, inside `preserve_state`.
-        inputs: the batches, each with the index of its first sample in the whole data.
+        batches: the batches, each with the index of its first sample in the whole data.
         settings: how gradients are computed.
-        directions: the directions v of the gradients Jᵀv.
+        directions: the directions v of the gradients Jᵀv, with J the Jacobian of the logits.
         smoothing: the perturbations that gradients are averaged over; None for none.
         gram: whether to compute inner products in place of norms.
 
@@ -195,18 +212,20 @@ def _table_of_batches(
         QualmsError: if norms or inner products overflow.
     """
     cache = PlanCache()
+    # A generator, as all batches together need not fit into memory.
     requests = (
         GradientRequest(
-            model,
-            batch,
-            range(first, first + num_samples(batch)),
-            settings,
-            directions,
-            smoothing,
+            model=model,
+            batch=batch,
+            numbers=range(first, first + num_samples(batch)),
+            settings=settings,
+            directions=directions,
+            smoothing=smoothing,
+            gram=gram,
         )
-        for first, batch in inputs
+        for first, batch in batches
     )
-    table = layer_table(requests, cache, gram=gram)
+    table = layer_table(requests, cache)
     cache.warn_of_probabilities(table.logits)
     dtype = at_least_float32(table.logits).dtype
     values = table.values.to(dtype)

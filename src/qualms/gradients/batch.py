@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 Batch: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+# Reasons of `NotBatchable` that users see in a `SlowWarning`.
+SAMPLES_INFLUENCE = "the samples of a batch influence each other"
+SAMPLES_MIXED = "the model mixes samples within a batch"
 
 
 class NotBatchable(Exception):
-    """Raised if the samples of a batch cannot be separated inside the model.
+    """Raised if the results for a batch cannot be attributed to its samples.
 
     The samples then have to run one at a time.
     """
@@ -31,11 +34,11 @@ def batch_tensors(batch: Batch) -> list[Tensor]:
 
 
 def with_tensors(batch: Batch, new: Iterable[Tensor]) -> Batch:
-    """Build a batch of the same structure with other tensors.
+    """Build a batch with the structure of another one (tensor, tuple or dict) and new tensors.
 
     Args:
         batch: the batch whose structure is kept.
-        new: the new tensors, in the order of `batch_tensors`.
+        new: the new tensors, one for each of `batch_tensors(batch)`.
     """
     tensors = list(new)
     if isinstance(batch, Tensor):
@@ -50,7 +53,7 @@ def take_samples(batch: Batch, index: slice | list[int]) -> Batch:
     return with_tensors(batch, (t[index] for t in batch_tensors(batch)))
 
 
-def parts_of(batch: Batch, size: int) -> Iterator[Batch]:
+def split_batch(batch: Batch, size: int) -> Iterator[Batch]:
     """Split a batch into consecutive batches of at most `size` samples."""
     for part in slices(num_samples(batch), size):
         yield take_samples(batch, part)
@@ -74,36 +77,38 @@ def strided_groups(
         period: dealing starts again at the first group after this many samples; None for never.
 
     Returns:
-        The indices of the samples in each group.
+        For each group the indices of its samples.
     """
     period = period or count
-    dealt: list[list[int]] = [[] for _ in range(groups)]
+    indices: list[list[int]] = [[] for _ in range(groups)]
     for i in range(count):
-        dealt[i % period % groups].append(i)
-    return dealt
+        group = i % period % groups
+        indices[group].append(i)
+    return indices
 
 
-def restore_order(parts: list[Tensor], groups: list[list[int]]) -> Tensor:
+def restore_order(results: list[Tensor], groups: list[list[int]]) -> Tensor:
     """Concatenate the results of groups of samples, in the order of the samples.
 
     Args:
-        parts: the result of each group; the first axis counts its samples.
+        results: the result of each group; the first axis counts its samples.
         groups: the indices of the samples in each group, from `strided_groups`.
     """
-    dealt = torch.tensor([i for group in groups for i in group])
-    whole = torch.cat(parts)
-    return whole[dealt.argsort().to(whole.device)]
+    sample_indices = torch.tensor([i for group in groups for i in group])
+    in_groups = torch.cat(results)
+    order = sample_indices.argsort().to(in_groups.device)
+    return in_groups[order]
 
 
 def shapes_of(batch: Batch) -> tuple[Hashable, ...]:
-    """The names, shapes (without the sample axis) and types of a batch's tensors, as a cache key."""
+    """Return the names, shapes without sample axis and dtypes of a batch's tensors, as a cache key."""
     names = tuple(batch) if isinstance(batch, dict) else type(batch).__name__
     shapes = [(tuple(t.shape[1:]), t.dtype) for t in batch_tensors(batch)]
     return (names, *shapes)
 
 
 def num_samples(batch: Batch) -> int:
-    """The number of samples in a batch."""
+    """Return the number of samples in a batch."""
     return batch_tensors(batch)[0].shape[0]
 
 
@@ -115,23 +120,28 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for v in value:
-            yield from tensors_in(v)
+        for item in value:
+            yield from tensors_in(item)
     elif isinstance(value, dict):
-        for v in value.values():
-            yield from tensors_in(v)
+        for item in value.values():
+            yield from tensors_in(item)
 
 
-def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to every tensor in nested tuples, lists and dicts; the structure is kept."""
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply `change` to every tensor in nested tuples, lists and dicts, and return the same structure.
+
+    Anything else is returned unchanged.
+    """
     if isinstance(value, Tensor):
         return change(value)
+    # A named tuple takes its fields as separate arguments.
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(each_tensor(v, change) for v in value))
-    if isinstance(value, tuple):  # torch's own named results included
-        return tuple(each_tensor(v, change) for v in value)
+        return type(value)(*(map_tensors(v, change) for v in value))
+    # The named results of torch's functions have no `_fields`, and become plain tuples.
+    if isinstance(value, tuple):
+        return tuple(map_tensors(v, change) for v in value)
     if isinstance(value, list):
-        return [each_tensor(v, change) for v in value]
+        return [map_tensors(v, change) for v in value]
     if isinstance(value, dict):
-        return {k: each_tensor(v, change) for k, v in value.items()}
+        return {k: map_tensors(v, change) for k, v in value.items()}
     return value

@@ -24,28 +24,28 @@ log = logging.getLogger("qualms")
 
 _OWN_CODE = "qualms.gradients"
 _RULES = "qualms.gradients.tracing.rules"
-# Frames of these packages do not show whose call failed.
+# Frames of these packages do not show whether the model's call or one of this package failed.
 _LIBRARIES = ("torch", "jaxtyping")
-# Exceptions that correct code does not raise, whatever the model does.
+# Exceptions that correct code of this package never raises, whatever the model does.
 _MISTAKES = (TypeError, AttributeError, LookupError, NameError, AssertionError)
-# Code of functions that run operations of the user's model: a failure in them is the user's.
+# Code of functions that run operations of the user's model: failures in them are the model's.
 _user_code: set[CodeType] = set()
-# Modules of gradient rules and of what they return: any error there is a defect of this package.
+# Modules of gradient rules and of their results: any error there is a defect of this package.
 _ANY_ERROR_IS_OURS = (
     _RULES,
     "qualms.gradients.tracing.factors",
     "qualms.gradients.tracing.outer_product",
 )
-# The names of the innermost frames when a function mode runs a torch function.
-_OF_FUNCTION_MODE = ["__torch_function__", "call", "run_function"]
+# The names of the functions that call one another when a function mode runs a torch function.
+_FUNCTION_MODE_CALLS = ["__torch_function__", "call", "run_function"]
 
 
 @dataclass(frozen=True)
 class Fallback:
-    """An engine, or a fast path of one, cannot handle a request.
+    """The result of planning if an engine, or a fast path of it, cannot handle a request.
 
     Attributes:
-        reason: why not, in one clause that a `SlowWarning` shows to the user.
+        reason: why it cannot, in one clause that a `SlowWarning` shows to the user.
         is_slow: whether what is done instead is so slow that the user should be warned.
     """
 
@@ -61,8 +61,9 @@ def attempt(step: str, run: Callable[[], T]) -> T | Fallback:
     """Run one step of a plan and return its result, or a `Fallback` with the reason it failed.
 
     Args:
-        step: what is attempted, for the log, such as "trace the first sample".
-        run: the step, a function without arguments. It raises `NotBatchable` for expected failures.
+        step: for the log: what is attempted, such as "trace the first sample".
+        run: a function without arguments that does it, and raises `NotBatchable` for an expected
+            failure.
 
     Returns:
         Whatever `run` returns, or a `Fallback`.
@@ -81,7 +82,10 @@ def attempt(step: str, run: Callable[[], T]) -> T | Fallback:
 
 
 def runs_user_code(function: F) -> F:
-    """Mark a function that runs the user's operations: its failures are not defects of qualms."""
+    """Mark a function, as a decorator, that runs operations of the user's model.
+
+    Errors raised in its code count as errors of the model, not as defects of this package.
+    """
     _user_code.add(inspect.unwrap(function).__code__)
     return function
 
@@ -89,11 +93,11 @@ def runs_user_code(function: F) -> F:
 class error_note:  # noqa: N801 - a context manager
     """Add a note to any error raised inside the block, such as "the gradient of layer1.weight".
 
-    A `TypeError` that is a defect is raised as an `InternalError` at once: torch's operators, such
-    as `*`, turn a `TypeError` into `NotImplemented`, and it would be lost.
+    A `TypeError` that is a defect of this package is raised as an `InternalError` at once: torch's
+    operators, such as `*`, turn a `TypeError` into `NotImplemented`, so it would be lost.
 
     Args:
-        note: what is being worked on inside the block.
+        note: what is computed inside the block.
     """
 
     def __init__(self, note: str) -> None:
@@ -125,11 +129,12 @@ def _raise_if_defect(error: Exception) -> None:
 
 
 def _find_defect(error: Exception) -> str | None:
-    """The message for an error that comes from this package's own code; None for other errors.
+    """Describe an error that comes from this package's own code; None for any other error.
 
-    The innermost frame outside of torch shows whose code failed. In a rule any error is a defect,
-    elsewhere only an error that correct code never raises.
+    The innermost frame outside of torch shows whose code failed. In a gradient rule any error is a
+    defect, elsewhere only an error that correct code never raises.
     """
+    # These are raised on purpose, or by any code that needs memory.
     if isinstance(error, (QualmsError, NotBatchable, torch.OutOfMemoryError)):
         return None
     frame = _frame_at_fault(error)
@@ -140,25 +145,25 @@ def _find_defect(error: Exception) -> str | None:
     if not is_mistake and not module.startswith(_ANY_ERROR_IS_OURS):
         return None
     notes = ", ".join(getattr(error, "__notes__", []))
-    place = notes or f"{module}.{frame.f_code.co_name}"
+    where = notes or f"{module}.{frame.f_code.co_name}"
     return (
-        f"{place} failed with {type(error).__name__}: {reason(error)}. This is a bug in qualms, "
+        f"{where} failed with {type(error).__name__}: {reason(error)}. This is a bug in qualms, "
         "not in the model; please report it, and use engine='reference' until it is fixed."
     )
 
 
 def _first_cause(error: Exception) -> Exception:
-    """Follow `__cause__` from a `QualmsError` to the error that it wraps, if any."""
+    """Return the error that a `QualmsError` was raised from, if any; otherwise the error itself."""
     while isinstance(error, QualmsError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
 
 
 def _frame_at_fault(error: Exception) -> FrameType | None:
-    """The innermost frame of a traceback that is not in a library.
+    """Return the innermost frame of an error's traceback that is not in torch or jaxtyping.
 
-    If function modes failed while they ran a torch function for a rule, it is the rule's frame:
-    while a model runs, function modes run every torch function, also those that rules call.
+    While a model runs, function modes run every torch function, also those that gradient rules
+    call. If a call by a rule failed, the frame of the rule is returned, not that of the mode.
     """
     frames: list[FrameType] = []
     traceback = error.__traceback__
@@ -169,7 +174,8 @@ def _frame_at_fault(error: Exception) -> FrameType | None:
     if not frames:
         return None
     innermost = frames[-1]
-    while [frame.f_code.co_name for frame in frames[-3:]] == _OF_FUNCTION_MODE:
+    # Modes may be nested.
+    while [frame.f_code.co_name for frame in frames[-3:]] == _FUNCTION_MODE_CALLS:
         del frames[-3:]
     if frames and _module_of(frames[-1]).startswith(_ANY_ERROR_IS_OURS):
         return frames[-1]
@@ -177,5 +183,5 @@ def _frame_at_fault(error: Exception) -> FrameType | None:
 
 
 def _module_of(frame: FrameType) -> str:
-    """The name of the module that a frame's code belongs to."""
+    """Return the name of the module that a frame's code belongs to."""
     return str(frame.f_globals.get("__name__", ""))

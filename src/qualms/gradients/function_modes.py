@@ -1,4 +1,4 @@
-"""Function modes for forward passes: noise on embeddings, workarounds for torch's normalizations."""
+"""Function modes, which see every call of a torch function, for forward passes of a model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,11 +25,11 @@ class CallMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Pass a call of a torch function on to `call`; torch calls this in place of `func`.
+        """Let `call` handle a call of a torch function; torch calls this method instead of it.
 
         Args:
             func: the torch function.
-            types: the types of the arguments, unused.
+            types: the classes of the arguments; not used.
             args: the positional arguments.
             kwargs: the keyword arguments.
         """
@@ -47,8 +47,8 @@ def run_function(
 
 
 def name_of(func: Any) -> str:
-    """The name of a torch function, without the overload suffix of an ATen operation."""
-    return str(getattr(func, "__name__", "")).partition(".")[0]
+    """Return the name of a torch function without its overload: `add_` for `add_.Tensor`."""
+    return str(getattr(func, "__name__", func)).partition(".")[0]
 
 
 def bind_arguments(
@@ -56,18 +56,25 @@ def bind_arguments(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Combine positional and keyword arguments into a dict by name, as far as `names` goes."""
+    """Combine positional and keyword arguments into a dict by name.
+
+    Args:
+        names: the names of the positional arguments; arguments beyond them are dropped.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 class NoisyEmbedding(CallMode):
     """Adds noise to the output of the first embedding that reads the model's input.
 
-    Set `ids` to the input tensor before the pass; `done` is true once an embedding has read it.
-
     Args:
-        noise: maps the shape of the embedded samples, without the axis that counts them, to noise
-            [rows, *shape].
+        noise: maps the shape of an embedded sample to noise [samples, *shape].
+
+    Attributes:
+        ids: the input tensor, such as token ids, set before the model is called.
+        done: whether an embedding has read the input.
     """
 
     def __init__(self, noise: Callable[[tuple[int, ...]], Tensor]) -> None:
@@ -77,42 +84,44 @@ class NoisyEmbedding(CallMode):
         self.ids: Tensor | None = None
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func`, and add the noise to what an embedding of the input returns."""
-        out = run_function(func, args, kwargs)
+        """Call `func`; if it is the first embedding of the input, add the noise to its result."""
+        result = run_function(func, args, kwargs)
         if self.done or not name_of(func).startswith("embedding"):
-            return out
-        for index in (*args, *kwargs.values()):
-            axis = self._sample_axis(index)
+            return result
+        for argument in (*args, *kwargs.values()):
+            axis = self._sample_axis(argument)
             if axis is not None:
                 self.done = True
-                return self._add_noise(out, axis)
-        return out
+                return self._add_noise(result, axis)
+        return result
 
     def _add_noise(self, embedded: Tensor, axis: int) -> Tensor:
         """Add noise to the output of an embedding, whose samples are counted by `axis`."""
-        shape = list(embedded.shape)
-        del shape[axis]
-        return embedded + self.noise(tuple(shape)).to(embedded).movedim(0, axis)
+        sample_shape = list(embedded.shape)
+        del sample_shape[axis]
+        noise = self.noise(tuple(sample_shape)).to(embedded)
+        return embedded + noise.movedim(0, axis)
 
-    def _sample_axis(self, index: Any) -> int | None:
-        """The axis of `index` that counts the samples; None unless `index` is the model's input.
+    def _sample_axis(self, argument: Any) -> int | None:
+        """Find the axis that counts the samples, if an argument of an embedding is the model's input.
 
-        A view of the input counts as the input.
+        Returns None if it is anything else. A view of the input counts as the input.
         """
-        if not isinstance(index, Tensor) or index.is_floating_point() or self.ids is None:
+        if not isinstance(argument, Tensor) or argument.is_floating_point() or self.ids is None:
             return None
-        index, ids = _unwrap_functorch(index), _unwrap_functorch(self.ids)
-        if index.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr():
+        indices, ids = _unwrap_functorch(argument), _unwrap_functorch(self.ids)
+        if indices.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr():
             return None
-        for axis in range(index.ndim):
-            same_size = index.shape[axis] == ids.shape[0]
-            if same_size and index.stride(axis) == ids.stride(0):
+        # A view may have moved the axis; its size and stride are still those of axis 0 of the input.
+        for axis in range(indices.ndim):
+            has_same_size = indices.shape[axis] == ids.shape[0]
+            if has_same_size and indices.stride(axis) == ids.stride(0):
                 return axis
         return None
 
 
 def _unwrap_functorch(t: Tensor) -> Tensor:
-    """The tensor inside the wrappers of forward-mode differentiation and vmap."""
+    """Remove the wrappers that forward-mode differentiation and vmap put around a tensor."""
     while is_functorch_wrapped_tensor(t):
         t = get_unwrapped(t)
     return t
@@ -127,22 +136,24 @@ class ContiguousBatchNormGrad(CallMode):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `func`; if it is a normalization, make the gradient of its result contiguous."""
-        out = run_function(func, args, kwargs)
-        normalizes = name_of(func) in ("batch_norm", "instance_norm")
-        if normalizes and isinstance(out, Tensor) and out.requires_grad:
-            out.register_hook(_contiguous)
-        return out
+        result = run_function(func, args, kwargs)
+        is_normalization = name_of(func) in ("batch_norm", "instance_norm")
+        if is_normalization and isinstance(result, Tensor) and result.requires_grad:
+            result.register_hook(_copy_contiguously)
+        return result
 
 
-def _contiguous(gradient: Tensor) -> Tensor:
+def _copy_contiguously(gradient: Tensor) -> Tensor:
+    """Copy a gradient into contiguous memory, as a tensor hook."""
+    # `contiguous` would return tensors with an axis of size 1 unchanged, whatever its stride.
     return gradient.clone(memory_format=torch.contiguous_format)
 
 
 class ContiguousGroupNorm(CallMode):
     """Gives group normalization a contiguous input.
 
-    For a channels-last input, torch's CPU backward crashes the process if the gradient of the input
-    is not wanted, and the forward-mode derivative fails on a view that is not possible.
+    With a channels-last input, torch's backward pass on the CPU crashes the process if no gradient
+    of the input is needed, and the forward-mode derivative fails on a view that is not possible.
     """
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -27,23 +27,22 @@ def numbered_batches(x: Any, model: nn.Module) -> Iterator[tuple[int, Batch]]:
 
     Args:
         x: one batch, an iterable of batches, or a dataset; labels are dropped.
-        model: the model; NumPy floats are converted to the type of its weights.
+        model: the model; NumPy floats are converted to the dtype of its weights.
     """
-    first = 0
+    first_index = 0
     for batch in batches(x, model):
-        yield first, batch
-        first += num_samples(batch)
+        yield first_index, batch
+        first_index += num_samples(batch)
 
 
-def batches(x: Any, model: nn.Module, argument: str = "x") -> Iterator[Batch]:
-    """Yield the batches of whatever a user passes, without labels.
+def batches(x: Any, model: nn.Module) -> Iterator[Batch]:
+    """Yield the batches of a user's inputs, without labels.
 
     Args:
         x: one batch, an iterable of batches, or a dataset.
-        model: the model; NumPy floats (usually float64) are converted to the type of its weights.
-        argument: the name of the user's argument, for errors.
+        model: the model; NumPy floats (usually float64) are converted to the dtype of its weights.
     """
-    for batch, _ in labeled_batches(x, model, argument):
+    for batch, _ in labeled_batches(x, model):
         yield batch
 
 
@@ -52,20 +51,21 @@ def labeled_batches(
     model: nn.Module,
     argument: str = "x",
 ) -> Iterator[tuple[Batch, Tensor | None]]:
-    """Yield the batches of whatever a user passes, each with its labels [b].
+    """Yield the batches of a user's inputs, each with its labels [b].
 
-    Labels are None unless there is one whole number for each sample.
+    Labels are None unless there is one integer for each sample.
 
     Args:
         x: one batch, an iterable of batches, or a dataset.
-        model: the model; NumPy floats (usually float64) are converted to the type of its weights.
+        model: the model; NumPy floats (usually float64) are converted to the dtype of its weights.
         argument: the name of the user's argument, for errors.
 
     Raises:
         QualmsError: if `x` is none of these, is empty, or has values that are NaN or infinite.
     """
-    reader = _BatchReader(argument, _float_dtype(model))
-    if hasattr(x, "keys"):  # a dict, or like one: a single batch
+    reader = _BatchReader(argument, _float_dtype_of(model))
+    # A dict, or an object like one (of a tokenizer, say), is a single batch.
+    if hasattr(x, "keys"):
         yield reader.read(x)
         return
     if isinstance(x, (Tensor, tuple, np.ndarray)):
@@ -82,7 +82,7 @@ def labeled_batches(
             "an iterable of batches, or a torch dataset."
         )
     is_empty = True
-    for batch in _iterate(x, argument):
+    for batch in _iterate_batches(x, argument):
         is_empty = False
         yield reader.read(batch)
     if is_empty:
@@ -92,8 +92,8 @@ def labeled_batches(
         )
 
 
-def _float_dtype(model: nn.Module) -> torch.dtype:
-    """The type of the model's first float parameter; float32 if it has none."""
+def _float_dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the model's first float parameter; float32 if it has none."""
     for p in model.parameters():
         if p.is_floating_point():
             return p.dtype
@@ -101,8 +101,9 @@ def _float_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _require_arguments(model: nn.Module, number: int) -> None:
-    """Raise an error unless the model takes `number` positional arguments."""
+    """Raise an error unless the model can be called with `number` positional arguments."""
     try:
+        # Only the number of arguments matters to `bind`, not their values.
         signature(model.forward).bind(*range(number))
     except TypeError as error:
         raise QualmsError(
@@ -111,9 +112,18 @@ def _require_arguments(model: nn.Module, number: int) -> None:
         ) from error
 
 
-def _iterate(x: Iterable[Any], argument: str) -> Iterator[Any]:
-    """Yield the items of `x`; raise a `QualmsError` with advice if a DataLoader cannot collate them."""
+def _iterate_batches(x: Iterable[Any], argument: str) -> Iterator[Any]:
+    """Yield the items of `x`, with a clear error if a DataLoader cannot collate them into batches.
+
+    Args:
+        x: an iterable of batches.
+        argument: the name of the user's argument, for the error.
+
+    Raises:
+        QualmsError: if `x` is a DataLoader that cannot collate its items.
+    """
     iterator = iter(x)
+    # Not a `for` loop, so that only errors of `next` are caught.
     while True:
         try:
             batch = next(iterator)
@@ -134,77 +144,92 @@ class _BatchReader:
     """Reads the batches of one argument of the user's call.
 
     Attributes:
-        argument: the name of the argument, for errors.
-        float_dtype: the type that NumPy floats are converted to.
+        argument_name: the name of the argument, for errors.
+        float_dtype: the dtype that NumPy floats are converted to.
     """
 
-    argument: str
+    argument_name: str
     float_dtype: torch.dtype
 
     def read(self, batch: Any) -> tuple[Batch, Tensor | None]:
-        """Split what a loader yields into validated inputs and labels [b] (None if there are none).
+        """Split an item of a data loader into validated inputs and labels [b].
 
         Args:
             batch: `inputs`, `(inputs, labels)`, or a dict that may have labels among its values.
+
+        Returns:
+            The inputs, and the labels; None for labels unless there is one integer for each input.
         """
-        tensors = self.to_tensors(self._inputs(batch))
-        inputs = validate_batch(tensors, self.argument)
-        return inputs, self._labels(batch, num_samples(inputs))
+        tensors = self.to_tensors(self._select_inputs(batch))
+        inputs = validate_batch(tensors, self.argument_name)
+        return inputs, self._select_labels(batch, num_samples(inputs))
 
     def collate(self, items: list[Any]) -> Any:
-        """Collate items of a dataset into one batch, as torch does, NumPy arrays included."""
+        """Stack the items of a dataset into one batch, as torch does, with NumPy arrays as tensors."""
         return default_collate([self.to_tensors(item) for item in items])
 
     def to_tensors(self, batch: Any) -> Any:
-        """Convert the NumPy arrays in nested tuples and dicts to tensors; keep anything else."""
+        """Convert NumPy arrays to tensors, also in nested tuples and dicts; keep anything else."""
         if isinstance(batch, np.ndarray):
             return self._to_tensor(batch)
         if isinstance(batch, dict):
             return {key: self.to_tensors(value) for key, value in batch.items()}
         if isinstance(batch, tuple):
-            return tuple(self.to_tensors(part) for part in batch)
+            return tuple(self.to_tensors(item) for item in batch)
         return batch
 
     def _to_tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
-        """Copy an array of numbers to a tensor; floats get the type of the model's weights."""
+        """Copy an array of numbers to a tensor; floats get the dtype of the model's weights."""
         if array.dtype.kind not in "biuf" or isinstance(array, np.ma.MaskedArray):
             raise QualmsError(
-                f"an array of {self.argument} is a {type(array).__name__} of {array.dtype}; pass "
+                f"an array of {self.argument_name} is a {type(array).__name__} of {array.dtype}; pass "
                 "an array of numbers."
             )
         is_float = array.dtype.kind == "f"
+        # torch reads arrays in the byte order of the machine only, and few of NumPy's float types.
         dtype = np.dtype(np.float64) if is_float else array.dtype.newbyteorder("=")
-        # A copy: arrays may be read-only or run backwards.
+        # A copy, as arrays may be read-only or have negative strides.
         t = torch.from_numpy(np.array(array, dtype=dtype))
         return t.to(self.float_dtype) if is_float else t
 
-    def _inputs(self, batch: Any) -> Any:
-        """Drop the labels from what a loader yields: `inputs`, `(inputs, labels)`, or a dict."""
+    def _select_inputs(self, batch: Any) -> Any:
+        """Select the inputs of an item of a data loader.
+
+        Args:
+            batch: `inputs`, `(inputs, labels)`, or a dict that may have labels among its values.
+        """
         if hasattr(batch, "keys"):
             return {k: v for k, v in dict(batch).items() if k not in LABEL_KEYS}
         if not isinstance(batch, (tuple, list)):
             return batch
         if not 1 <= len(batch) <= 2:
             raise QualmsError(
-                f"a batch of {self.argument} has {len(batch)} parts, so it is not clear which are "
+                f"a batch of {self.argument_name} has {len(batch)} parts, so it is not clear which are "
                 "inputs; yield (inputs, labels), with a tuple of tensors as inputs if the model "
                 "takes several."
             )
         inputs = batch[0]
+        # Loaders make lists of tuples; a `Batch` of several tensors is a tuple.
         return tuple(inputs) if isinstance(inputs, list) else inputs
 
-    def _labels(self, batch: Any, samples: int) -> Tensor | None:
-        """Find the labels [samples] in what a loader yields; None unless they are whole numbers.
+    def _select_labels(self, batch: Any, samples: int) -> Tensor | None:
+        """Select the labels of an item of a data loader.
 
         Args:
-            batch: what the loader yields.
-            samples: the number of inputs in the batch. Other numbers of labels are an error for
-                `train`; for other arguments, such labels are ignored.
+            batch: `inputs`, `(inputs, labels)`, or a dict that may have labels among its values.
+            samples: the number of inputs in the batch.
+
+        Returns:
+            Labels [samples]; None unless there is one integer for each input.
+
+        Raises:
+            QualmsError: if the batches are those of `train=` and there are more or fewer labels than
+                inputs. Labels of other arguments are optional.
         """
-        labels = _label_tensor(_raw_labels(batch))
+        labels = _to_label_tensor(_find_labels(batch))
         if labels is None:
             return None
-        if self.argument == "train" and labels.ndim == 1 and len(labels) != samples:
+        if self.argument_name == "train" and labels.ndim == 1 and len(labels) != samples:
             raise QualmsError(
                 f"a batch of train has {samples} inputs and {len(labels)} labels; pass one label "
                 "per input."
@@ -214,8 +239,8 @@ class _BatchReader:
         return labels.detach().long().reshape(samples)
 
 
-def _raw_labels(batch: Any) -> Any:
-    """Find the labels in what a loader yields, in whatever form they are; None if there are none."""
+def _find_labels(batch: Any) -> Any:
+    """Select the labels of an item of a data loader as they are; None if there are none."""
     if hasattr(batch, "keys"):
         return next((batch[key] for key in LABEL_KEYS if key in batch), None)
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -223,8 +248,8 @@ def _raw_labels(batch: Any) -> Any:
     return None
 
 
-def _label_tensor(labels: Any) -> Tensor | None:
-    """Convert labels to a tensor of whole numbers; None if they are anything else."""
+def _to_label_tensor(labels: Any) -> Tensor | None:
+    """Convert labels to a tensor of integers; None if they are anything else."""
     if isinstance(labels, (list, tuple)) and all(isinstance(label, Integral) for label in labels):
         return torch.tensor([int(label) for label in labels])
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu":
@@ -248,27 +273,27 @@ def validate_batch(batch: Any, argument: str = "x") -> Batch:
         QualmsError: if anything but dense tensors is in the batch, the first axes differ in length,
             or a value is NaN or infinite.
     """
-    parts = batch_tensors(batch) if isinstance(batch, (Tensor, tuple, dict)) else []
-    if not parts or not all(isinstance(t, Tensor) for t in parts):
+    tensors = batch_tensors(batch) if isinstance(batch, (Tensor, tuple, dict)) else []
+    if not tensors or not all(isinstance(t, Tensor) for t in tensors):
         raise QualmsError(
             f"a batch of {argument} is a {type(batch).__name__} without tensors; pass tensors only."
         )
-    if any(t.layout != torch.strided for t in parts):
+    if any(t.layout != torch.strided for t in tensors):
         raise QualmsError(f"a tensor of {argument} is sparse; pass dense tensors.")
-    if any(t.ndim == 0 for t in parts):
+    if any(t.ndim == 0 for t in tensors):
         raise QualmsError(
             f"a tensor of {argument} has no batch axis; the first axis must be the batch."
         )
-    sizes = {t.shape[0] for t in parts}
+    sizes = {t.shape[0] for t in tensors}
     if len(sizes) > 1:
         raise QualmsError(
-            f"the tensors of {argument} disagree on the number of inputs: {sorted(sizes)}."
+            f"the tensors of {argument} differ in the number of inputs: {sorted(sizes)}."
         )
     if sizes == {0}:
         raise QualmsError(f"{argument} is an empty batch; pass at least one input.")
-    for t in parts:
+    for t in tensors:
         _require_finite(t, argument)
-    return with_tensors(batch, map(_plain_tensor, parts))
+    return with_tensors(batch, map(_detach, tensors))
 
 
 def _require_finite(t: Tensor, argument: str) -> None:
@@ -278,12 +303,14 @@ def _require_finite(t: Tensor, argument: str) -> None:
     finite = torch.isfinite(t)
     if bool(finite.all()):
         return
-    bad = int((~finite).flatten(1).any(1).nonzero()[0]) if t.ndim > 1 else 0
+    # `flatten(1)` needs a second axis; without one, the first input is named.
+    first_bad = int((~finite).flatten(1).any(1).nonzero()[0]) if t.ndim > 1 else 0
     raise QualmsError(
-        f"input {bad} of {argument} contains NaN or infinity; fix or remove it before scoring."
+        f"input {first_bad} of {argument} contains NaN or infinity; fix or remove it before scoring."
     )
 
 
-def _plain_tensor(t: Tensor) -> Tensor:
-    """Detach a tensor from the user's graph; copied if it was made in inference mode."""
+def _detach(t: Tensor) -> Tensor:
+    """Detach a tensor from the user's graph; copy it if autograd could not use it otherwise."""
+    # Outside inference mode, clones of inference tensors are normal tensors.
     return t.detach().clone() if t.is_inference() else t.detach()

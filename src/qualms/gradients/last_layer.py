@@ -5,7 +5,7 @@ the layer in a traced pass; `measure_via_last_layer` computes the norms.
 
 With logits z = W h + b, D features h and C classes, every layer before the last one gets its C
 gradients from D + 1 backward passes. Let k* be the gradient of log p of the predicted class c*, and
-k_d that of the feature h_d (the mean over a sample's rows, as always). Then for every class
+k_d that of the feature h_d (both are means over a sample's rows). Then for every class
 
     ∇ log p_c = k* + Σ_d (W_c - W_c*)_d k_d,    ‖∇ log p_c‖² = xᵀ K x,    x = (1, W_c - W_c*),
 
@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge
 from qualms.gradients.directions import (
     DIRECTIONS,
     Cotangents,
-    of_class,
+    direction_of_class,
     scale_to_unit,
     sum_of_others,
 )
@@ -57,7 +57,7 @@ VIEWS = (
     "SqueezeBackward1",
     "SqueezeBackward2",
 )
-# Numbers computed at a time, where all classes at once would take much memory.
+# Numbers computed at a time, where computing them for all classes at once would take much memory.
 BLOCK_NUMBERS = 2**20
 
 
@@ -67,8 +67,8 @@ class LastProduct:
 
     Attributes:
         weight: W, one row for each class.
-        features: the edge of the graph at which h enters the layer, where backward passes start;
-            None if no parameter comes before the layer, or the graph was freed.
+        features: the edge of autograd's graph at which h enters the layer, where backward passes
+            start; None if no parameter is used before the layer, or the graph was freed.
         layer_factors: the gradient factors of W and b.
         body: the gradient factors of all other parameters.
     """
@@ -90,90 +90,109 @@ class LastProduct:
             elsewhere too or is computed from other parameters.
         """
         logits = pullback.logits
-        node, ends = _skip_views(logits.grad_fn)
-        if node is None or node.name() not in PRODUCTS:
+        num_classes = logits.shape[1]
+        product, passed_nodes = _skip_views(logits.grad_fn)
+        if product is None or product.name() not in PRODUCTS:
             return None
-        if getattr(node, "_saved_alpha", 1) != 1:  # `addmm` that scales the product
+        # An `addmm` that scales the product W h.
+        if getattr(product, "_saved_alpha", 1) != 1:
             return None
         # The inputs of the product: b (only for `addmm`), h and W.
-        *bias, (source, number), weight = node.next_functions
+        *bias, (feature_node, output_index), weight = product.next_functions
         layer_factors: list[GradFactor] = []
         body: list[GradFactor] = []
         for factor in pullback.factors:
-            is_layer_factor = any(edge.node in ends for edge in factor.edges)
+            is_layer_factor = any(edge.node in passed_nodes for edge in factor.edges)
             (layer_factors if is_layer_factor else body).append(factor)
-        # Only the features may lead on to other layers.
-        behind_weights = nodes_behind([n for n, _ in (*bias, weight)])
+        # Other layers may be reached through the features only, not through W or b.
+        behind_weights = nodes_behind([node for node, _ in (*bias, weight)])
         if any(edge.node in behind_weights for factor in body for edge in factor.edges):
             return None
-        # W and b are used nowhere else, and not computed from other parameters.
+        # `single` lacks a parameter that is also used elsewhere, or computed from others.
         if not {id(f) for f in layer_factors} <= {id(f) for f in pullback.single.values()}:
             return None
-        matrix = _weight_matrix(node, logits.shape[1], layer_factors, is_first=not body)
-        if matrix is None or len(matrix) != logits.shape[1]:
+        matrix = _find_weight_matrix(product, num_classes, layer_factors, is_first=not body)
+        if matrix is None or len(matrix) != num_classes:
             return None
-        if any(f.gradient.numel not in (matrix.numel(), len(matrix)) for f in layer_factors):
-            return None  # a bias that is broadcast over the classes
-        features = GradientEdge(source, number) if source is not None else None
+        # A bias of another size is broadcast over the classes.
+        if any(f.gradient.numel not in (matrix.numel(), num_classes) for f in layer_factors):
+            return None
+        features = None
+        # No node: h needs no gradient, as no parameter is used before the layer.
+        if feature_node is not None:
+            features = GradientEdge(feature_node, output_index)
         return cls(matrix, features, layer_factors, body)
 
     def without_graph(self) -> "LastProduct":
-        """A copy without references to the graph, which can then be freed.
+        """Copy W and the sizes of the gradient factors, without references to autograd's graph.
 
-        W stays, and of the gradient factors their sizes.
+        The graph can then be freed.
         """
         layer_factors = [factor.without_graph() for factor in self.layer_factors]
         body = [factor.without_graph() for factor in self.body]
-        return LastProduct(self.weight, None, layer_factors, body)
+        return LastProduct(self.weight, features=None, layer_factors=layer_factors, body=body)
 
-    def pays(self, rows_per_sample: int) -> bool:
-        """Whether D + 2 passes, with K and xᵀ K x, take fewer multiplications than C passes.
+    def is_cheaper(self, rows_per_sample: int) -> bool:
+        """Whether going via the features takes fewer multiplications than a pass for each class.
 
-        D is the number of features, C of classes; K and x are explained at the top of the module.
-        A pass from the logits takes at least twice the multiplications of the gradients (once for
-        the cotangents, once for the gradients) and C·D for the last layer; a pass from the features
-        saves the latter. With m = D + 1, K takes m² for each number kept of a gradient, and xᵀ K x
-        takes m² for each class.
-        """
-        classes, width = self.weight.shape
-        m = width + 1
-        before, kept = 0, 0
-        for factor in self.body:
-            before += 2 * count_multiplications(factor, rows_per_sample, m)
-            kept += _count_kept(factor, rows_per_sample, m) + classes
-        return (m + 1) * before + m * m * kept < classes * (before + classes * width)
-
-    def numbers_held(self, rows_per_sample: int) -> int:
-        """How many numbers `measure_via_last_layer` keeps in memory for one sample.
-
-        Only for factors that were traced on one row.
+        With D features and C classes it takes D + 2 backward passes instead of C. A pass from the
+        logits takes C·D multiplications for the last layer, and for the layers before it at least
+        twice those of the gradients (once for the cotangents, once for the gradients); a pass from
+        the features saves C·D. The gradient of each class is a combination of m = D + 1 kept ones,
+        so its squared norm is xᵀ K x, with K [m, m] their inner products and x [m] coefficients: K
+        takes m² multiplications for each number kept of a gradient, and xᵀ K x m² for each class.
 
         Args:
             rows_per_sample: the number of rows of a sample.
         """
-        classes, width = self.weight.shape
-        last_layer = 16 * rows_per_sample * classes  # in double precision
+        num_classes, num_features = self.weight.shape
+        m = num_features + 1
+        body_cost = 0
+        num_kept = 0
+        for factor in self.body:
+            body_cost += 2 * count_multiplications(factor, rows_per_sample, m)
+            num_kept += _count_kept_numbers(factor, rows_per_sample, m) + num_classes
+        cost_via_features = (m + 1) * body_cost + m * m * num_kept
+        return cost_via_features < num_classes * (body_cost + num_classes * num_features)
+
+    def count_numbers_held(self, rows_per_sample: int) -> int:
+        """Count the numbers that are held in memory for a sample to go via the last layer's features.
+
+        The gradient factors must have been traced on a single row.
+
+        Args:
+            rows_per_sample: the number of rows of a sample.
+        """
+        num_classes, num_features = self.weight.shape
+        m = num_features + 1  # gradients that are kept of each parameter
+        # Several arrays [rows, classes] in double precision.
+        in_last_layer = 16 * rows_per_sample * num_classes
         if not self.body:
-            return last_layer
-        kept = [_count_kept(factor, rows_per_sample, width + 1) for factor in self.body]
-        # The largest has copies while K is computed; x, x K and x² exist for every class.
-        return last_layer + (width + 1) * (sum(kept) + 2 * max(kept) + 3 * classes)
+            return in_last_layer
+        kept = [_count_kept_numbers(factor, rows_per_sample, m) for factor in self.body]
+        # The largest parameter's gradients are copied twice while their inner products K are
+        # computed; the coefficients x, x K and x² exist for every class.
+        return in_last_layer + m * (sum(kept) + 2 * max(kept) + 3 * num_classes)
 
 
 def _skip_views(node: Any) -> tuple[Any, set[Any]]:
-    """Walk back from a node of the graph over views, which leave the logits as they are.
+    """Walk back in autograd's graph over views and copies, which do not change the logits' values.
+
+    Args:
+        node: the graph node of the logits.
 
     Returns:
-        The first node that is not a view, or None, and the set of all nodes passed, it included.
+        The first node that is not a view (None at the end of the graph), and the set of all nodes
+        on the way, including the first and the last.
     """
-    ends = {node}
+    passed_nodes = {node}
     while node is not None and node.name() in VIEWS:
         node = node.next_functions[0][0]
-        ends.add(node)
-    return node, ends
+        passed_nodes.add(node)
+    return node, passed_nodes
 
 
-def _weight_matrix(
+def _find_weight_matrix(
     node: Any,
     classes: int,
     layer_factors: list[GradFactor],
@@ -182,26 +201,28 @@ def _weight_matrix(
     """Find the matrix W of the last layer; None if its weights cannot be reshaped to [classes, d].
 
     Args:
-        node: the node of the product in the graph.
+        node: the node of the product W h in autograd's graph.
         classes: the number of classes.
         layer_factors: the gradient factors of W and b.
-        is_first: whether no layer comes before. Autograd does not save W then, and only the shape
-            of the result matters.
+        is_first: whether this is the model's only layer. Autograd does not save W then, and only
+            the shape of the result matters.
     """
     if not is_first:
         saved: Tensor = node._saved_mat2
         return saved.detach().T
-    widest = max((factor.target for factor in layer_factors), key=Tensor.numel)
-    if widest.numel() % classes:
+    # Of W and b, W has more entries.
+    largest_target = max((factor.target for factor in layer_factors), key=Tensor.numel)
+    if largest_target.numel() % classes:
         return None
-    return widest.detach().reshape(classes, -1)
+    return largest_target.detach().reshape(classes, -1)
 
 
-def _count_kept(factor: GradFactor, rows_per_sample: int, cotangents: int) -> int:
-    """How many numbers are kept of one sample's gradient: its factor δ, or the whole gradient.
+def _count_kept_numbers(factor: GradFactor, rows_per_sample: int, cotangents: int) -> int:
+    """Count the numbers that are kept of one sample's gradient: its factor δ, or all entries.
 
-    A weight's gradient is Σ_t δ_t a_tᵀ over positions t; the activations a are the same for all
-    cotangents, so δ is enough where inner products are cheaper from the Gram matrices.
+    A weight's gradient is Σ_i δ_i a_iᵀ over positions i, with cotangents δ_i and activations a_i.
+    The activations are the same for all gradients, so δ is enough where inner products of gradients
+    are cheaper from the Gram matrices of δ and a.
 
     Args:
         factor: a gradient factor, traced on one row.
@@ -209,9 +230,10 @@ def _count_kept(factor: GradFactor, rows_per_sample: int, cotangents: int) -> in
         cotangents: the number of gradients that share the work on activations.
     """
     if isinstance(factor.gradient, Outer):
-        t, o, f, g = factor.gradient.sizes
-        if gram_is_cheaper(t * rows_per_sample, o, f, cotangents):
-            return t * rows_per_sample * o * g
+        positions, out_features, in_features, groups = factor.gradient.sizes
+        positions *= rows_per_sample
+        if gram_is_cheaper(positions, out_features, in_features, cotangents):
+            return positions * out_features * groups
     return factor.gradient.numel
 
 
@@ -220,7 +242,7 @@ def count_multiplications(
     rows_per_sample: int,
     cotangents: int,
 ) -> int:
-    """How many multiplications the norm of one sample's gradient takes, given its cotangent.
+    """Count the multiplications that the norm of one sample's gradient takes, given its cotangent.
 
     Args:
         factor: a gradient factor, traced on one row.
@@ -229,10 +251,12 @@ def count_multiplications(
     """
     if not isinstance(factor.gradient, Outer):
         return max(factor.gradient.numel, rows_per_sample * factor.gradient.multiplications)
-    # Positions, features of δ, features of a, groups.
-    t, o, f, g = factor.gradient.sizes
-    t *= rows_per_sample
-    return g * t * o * (t if gram_is_cheaper(t, o, f, cotangents) else f)
+    positions, out_features, in_features, groups = factor.gradient.sizes
+    positions *= rows_per_sample
+    # Either all pairs of positions (Gram matrices), or all entries of the gradient.
+    if gram_is_cheaper(positions, out_features, in_features, cotangents):
+        return groups * positions * out_features * positions
+    return groups * positions * out_features * in_features
 
 
 # The norms of all classes.
@@ -244,76 +268,88 @@ def measure_via_last_layer(
     directions: Sequence[str],
     last: LastProduct,
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """Compute ‖g‖ of each parameter as `measure` does, with D + 2 passes instead of C.
+    """Compute the norms of all parameters' gradients with D + 2 backward passes instead of C.
+
+    The result is that of `measure`; D is the number of the last layer's features, C that of
+    classes.
 
     Args:
         pullback: the pullback of a traced forward pass.
-        directions: the names of the sets of directions (keys of `DIRECTIONS`), `classes` among
-            them.
+        directions: the names of the sets of directions (keys of `DIRECTIONS`). `classes` must be
+            among them; each of the other sets has a single direction.
         last: the last layer of the pass.
 
     Returns:
-        For each parameter's name ‖g‖ [b, m], directions in the order of `directions`.
+        A dict from each parameter's name to norms [b, m], directions in the order of `directions`.
     """
-    z = pullback.logits.detach().unflatten(0, (pullback.samples, -1))
+    z = pullback.logits.detach().unflatten(0, (pullback.samples, -1))  # [b, r, c]
     predicted = z[:, 0].argmax(-1)
-    further = [name for name in directions if name != "classes"]
-    sets = [of_class(z, predicted)]
-    sets += [DIRECTIONS[name](z) for name in further]
-    direct = torch.cat(sets).flatten(1, 2) / z.shape[1]
-    # Measured by a pass each: the predicted class, whose norm may be tiny, and directions of other sets.
-    measured = measure(pullback, Cotangents.of(direct, pullback.samples), "l2")
+    other_sets = [name for name in directions if name != "classes"]
+    # Directions with a pass each: that of the predicted class, whose norm may be tiny, and those of
+    # the other sets.
+    direct_sets = [direction_of_class(z, predicted)]
+    direct_sets += [DIRECTIONS[name](z) for name in other_sets]
+    direct = torch.cat(direct_sets).flatten(1, 2) / z.shape[1]
+    direct_norms = measure(pullback, Cotangents.of(direct, pullback.samples), "l2")
     squares: dict[str, Tensor] = {}
     if last.body:
         body_pullback = replace(pullback, factors=last.body)
-        squares = _body_squares(body_pullback, direct[:1], predicted, last)
+        squares = _squared_norms_of_body(body_pullback, direct[:1], predicted, last)
     for factor in last.layer_factors:
-        squares[pullback.weights.names[id(factor.target)]] = _layer_squares(z, factor)
-    values: dict[str, Tensor] = {}
-    for name, column in measured.items():
+        squares[pullback.weights.names[id(factor.target)]] = _squared_norms_of_layer(z, factor)
+    norms_by_name: dict[str, Tensor] = {}
+    for name, of_direct in direct_norms.items():
+        # `pop` frees the squares of each parameter once they are used.
         class_norms = squares.pop(name).sqrt_()
-        class_norms.scatter_(1, predicted[:, None], column[:, :1])
-        parts: list[Tensor] = []
-        for direction in directions:
-            if direction == "classes":
-                parts.append(class_norms)
+        class_norms.scatter_(1, predicted[:, None], of_direct[:, :1])
+        norms_of_sets: list[Tensor] = []
+        for set_name in directions:
+            if set_name == "classes":
+                norms_of_sets.append(class_norms)
             else:
-                parts.append(column[:, [1 + further.index(direction)]])
-        values[name] = torch.cat(parts, dim=1)
-    return values
+                index = 1 + other_sets.index(set_name)
+                norms_of_sets.append(of_direct[:, index].unsqueeze(1))
+        norms_by_name[name] = torch.cat(norms_of_sets, dim=1)
+    return norms_by_name
 
 
-def _layer_squares(
+def _squared_norms_of_layer(
     z: Float[Tensor, "b r c"],
     factor: GradFactor,
 ) -> Float[Tensor, "b c"]:
-    """Compute ‖∂W log p_c‖² or ‖∂b log p_c‖² for every class, without cancellation.
+    """Compute ‖∂W log p_c‖² or ‖∂b log p_c‖² of the last layer for every class, without cancellation.
 
-    A gradient has a row mean (1 - p_rc) h_r for class c and rows mean -p_rk h_r for the others k,
-    means over the sample's rows r; their squared norms are added up.
+    In a sample's gradient, the row of class c is the mean of (1 - p_rc) h_r over the sample's rows
+    r, with probabilities p and features h; the row of another class k is the mean of -p_rk h_r. The
+    squared norms of the rows are added up.
 
     Args:
         z: the logits of all rows.
         factor: the gradient factor of W or b.
     """
     p = z.double().softmax(-1)
-    h = p.new_ones(*p.shape[:2], 1)  # for b
-    if isinstance(factor.gradient, Outer):
-        h = factor.gradient.activation_matrix.double()
-    size = max(1, BLOCK_NUMBERS // (len(h) * h.shape[2]))
-
-    def squares(weight: Float[Tensor, "b r c"]) -> Float[Tensor, "b c"]:
-        """‖mean over r of weight_rk h_r‖² for each class k, a block of classes at a time."""
-        parts: list[Tensor] = []
-        for part in weight.split(size, dim=2):
-            mean = part.mT @ h / p.shape[1]
-            parts.append(torch.linalg.vecdot(mean, mean))
-        return torch.cat(parts, dim=1)
-
-    return squares(sum_of_others(p)) + sum_of_others(squares(p))
+    gradient = factor.gradient
+    ones = p.new_ones(*p.shape[:2], 1)
+    # Features [b, r, d]; for b, h is 1.
+    h = gradient.activation_matrix.double() if isinstance(gradient, Outer) else ones
+    return _squared_row_norms(sum_of_others(p), h) + sum_of_others(_squared_row_norms(p, h))
 
 
-def _body_squares(
+def _squared_row_norms(
+    coefficients: Float[Tensor, "b r c"],
+    h: Float[Tensor, "b r d"],
+) -> Float[Tensor, "b c"]:
+    """Compute ‖mean over r of coefficients_rk h_r‖² for each class k, a block of classes at a time."""
+    samples, rows_per_sample, num_features = h.shape
+    block_size = max(1, BLOCK_NUMBERS // (samples * num_features))
+    squares: list[Tensor] = []
+    for block in coefficients.split(block_size, dim=2):
+        mean = block.mT @ h / rows_per_sample
+        squares.append(torch.linalg.vecdot(mean, mean))
+    return torch.cat(squares, dim=1)
+
+
+def _squared_norms_of_body(
     pullback: Pullback,
     toward_predicted: Float[Tensor, "1 rows c"],
     predicted: Int[Tensor, " b"],
@@ -322,7 +358,7 @@ def _body_squares(
     """Compute ‖∇ log p_c‖² = xᵀ K x for every class and every parameter before the last layer.
 
     K are the inner products of the gradients k*, k_1, …, k_D, of the predicted class c* and of each
-    feature; x = (1, W_c - W_c*).
+    of the D features; x = (1, W_c - W_c*) with the last layer's weights W.
 
     Args:
         pullback: the pullback to the gradient factors of these parameters alone.
@@ -331,60 +367,64 @@ def _body_squares(
         last: the last layer of the pass.
 
     Returns:
-        Squared norms [b, c] by the parameter's name; those of the predicted class are rough.
+        Squared norms [b, c] by the parameter's name. Those of the predicted class are rough: the
+        caller replaces them.
     """
-    classes, width = last.weight.shape
+    num_classes, num_features = last.weight.shape
     logits, samples = pullback.logits, pullback.samples
     rows = len(logits)
-    kept: dict[str, FeatureGradients] = {}
+    gradients: dict[str, FeatureGradients] = {}
     for name, factor in pullback.single.items():
-        kept[name] = FeatureGradients(factor, width + 1, samples)
-    (predicted_cotangent,), (size,) = scale_to_unit(toward_predicted, samples)
-    # The body's parameters come before the features.
+        gradients[name] = FeatureGradients(factor, num_features + 1, samples)
+    (predicted_cotangent,), (scales,) = scale_to_unit(toward_predicted, samples)
+    # There is an edge, as the parameters of `pullback` are used before the features.
     assert last.features is not None
     # Where each backward pass starts, and its cotangent: k* from the logits, k_d from h_d.
-    pulls: list[tuple[Tensor | GradientEdge, Tensor]] = [
+    starts: list[tuple[Tensor | GradientEdge, Tensor]] = [
         (logits, predicted_cotangent.to(logits.dtype))
     ]
-    for unit in torch.eye(width, dtype=logits.dtype, device=logits.device) * (samples / rows):
-        pulls.append((last.features, unit.expand(rows, -1)))
-    for start, cotangent in pulls:
-        # Cotangents at the operations that use parameters.
-        at = pullback.pull(cotangent, start)
+    # Divided by the rows of a sample, so that the sum over them is a mean.
+    units = torch.eye(num_features, dtype=logits.dtype, device=logits.device) * (samples / rows)
+    for unit in units:
+        starts.append((last.features, unit.expand(rows, -1)))
+    for start, cotangent in starts:
+        edge_cotangents = pullback.pull(cotangent, start)
         for name, factor in pullback.single.items():
-            deltas = pullback.cotangents_of(factor, at)
+            deltas = pullback.cotangents_of(factor, edge_cotangents)
             if deltas is not None:
-                kept[name].add(deltas)
-        for name, gradient in pullback.sum_shared(at).items():
-            if name not in kept:
-                kept[name] = FeatureGradients(None, width + 1, samples)
-            kept[name].kept.append(gradient.flatten(1)[:, None])
+                gradients[name].add(deltas)
+        for name, gradient in pullback.sum_shared(edge_cotangents).items():
+            if name not in gradients:
+                gradients[name] = FeatureGradients(None, num_features + 1, samples)
+            gradients[name].kept.append(gradient.flatten(1)[:, None])
     w = at_least_float32(last.weight)
     differences = w - w[predicted][:, None]  # W_c - W_c*
-    # x = (1, W_c - W_c*), its 1 times the size by which k* was divided.
-    ones = size.to(differences)[:, None, None].expand(-1, classes, 1)
-    x = torch.cat([ones, differences], dim=2)
-    values: dict[str, Tensor] = {}
-    # A parameter's gradients are freed when their norms are known.
-    while kept:
-        name, gradients = kept.popitem()
-        if gradients.kept:
-            values[name] = gradients.squares(x, predicted)
-    return values
+    # The coefficient of k* is not 1 but the scale by which its cotangent was divided.
+    first_coefficients = scales.to(differences)[:, None, None].expand(-1, num_classes, 1)
+    x = torch.cat([first_coefficients, differences], dim=2)
+    squares: dict[str, Tensor] = {}
+    # `popitem` lets a parameter's gradients be freed once their norms are known.
+    while gradients:
+        name, of_parameter = gradients.popitem()
+        if of_parameter.kept:
+            squares[name] = of_parameter.squared_norms(x, predicted)
+    return squares
 
 
 @dataclass
 class FeatureGradients:
-    """A parameter's gradients k*, k_1, …, k_D: of each the factor δ, or the whole gradient.
+    """A parameter's gradients k*, k_1, …, k_D, from which its gradients for all classes follow.
 
-    k* is the gradient of log p of the predicted class, k_d that of feature d before the last layer.
-    The gradient of a weight is Σ_t δ_t a_tᵀ; the activations a are the same for all of them.
+    k* is the gradient of log p of the predicted class, k_d that of feature d of D before the last
+    layer. The gradient of a weight is Σ_t δ_t a_tᵀ over positions t. The activations a are the same
+    for all of the gradients, so it can be enough to keep the cotangents δ.
 
     Attributes:
         factor: the parameter's gradient factor; None if its gradient is a sum of several factors.
         cotangents: the number of gradients, D + 1.
         samples: the number of samples b.
-        kept: for each gradient δ [b·g, t, o], or the gradient [b, 1, p].
+        kept: for each gradient either δ [b·g, t, o] for g groups, t positions and o output
+            features, or the gradient itself [b, 1, p] with its p entries.
     """
 
     factor: GradFactor | None
@@ -394,17 +434,17 @@ class FeatureGradients:
 
     @property
     def outer(self) -> Outer | None:
-        """The outer product Σ_t δ_t a_tᵀ if only δ is kept; None if whole gradients are kept."""
+        """The factor's outer product Σ_t δ_t a_tᵀ if only δ is kept; None if gradients are kept."""
         if self.factor is None or not isinstance(self.factor.gradient, Outer):
             return None
         outer = self.factor.gradient
         return outer if outer.prefers_gram(self.cotangents) else None
 
     def add(self, deltas: list[Tensor | None]) -> None:
-        """Keep the next gradient.
+        """Keep δ of the next gradient, or the gradient itself.
 
         Args:
-            deltas: the cotangents at the edges of the parameter's factor.
+            deltas: the cotangents at the edges of the parameter's factor, in autograd's graph.
         """
         assert self.factor is not None
         if self.outer is not None:
@@ -412,21 +452,21 @@ class FeatureGradients:
         else:
             self.kept.append(self.factor.gradient.compute(deltas).flatten(1)[:, None])
 
-    def squares(
+    def squared_norms(
         self,
         x: Float[Tensor, "b c m"],
         predicted: Int[Tensor, " b"],
     ) -> Float[Tensor, "b c"]:
-        """Compute xᵀ K x for each class, with K the inner products of the kept gradients.
+        """Compute xᵀ K x for each class, with K [m, m] the inner products of the kept gradients.
 
-        Where digits were lost, the gradient Σ_m x_m k_m itself is summed instead; not for the
-        predicted class, whose value is rough and is replaced by the caller. Frees the gradients.
+        Where this loses digits, the gradient Σ_m x_m k_m itself is summed and squared instead. The
+        value of the predicted class stays rough, as the caller replaces it. Empties `kept`.
 
         Args:
-            x: the coefficients (1, W_c - W_c*) of the gradients, for each class.
+            x: for each class the coefficients (1, W_c - W_c*) of the m = D + 1 gradients.
             predicted: the predicted class c* of each sample.
         """
-        factors = torch.stack(self.kept, dim=1)  # [b·g, m, t, o]
+        factors = torch.stack(self.kept, dim=1)  # [b·g, m, t, o], or [b, m, 1, p]
         self.kept.clear()
         if self.outer is not None:
             products = self.outer.inner_products(factors)
@@ -436,8 +476,9 @@ class FeatureGradients:
             scale = products.diagonal(dim1=1, dim2=2)
         squares = torch.linalg.vecdot(x @ products.to(x), x)
         without_cancellation = (x.square() @ scale.to(x).unsqueeze(2)).squeeze(2)
-        # Digits lost: sum the gradient itself.
-        again = squares < CANCELLED * without_cancellation
+        # Where terms have canceled, digits are lost.
+        recompute = squares < CANCELLED * without_cancellation
+        # So they are where float32 under- or overflows.
         odd = outside_float32_range(scale.amax(1))[:, None] | outside_float32_range(squares)
         if bool(odd.any()):
             nonzero = self._any_group(factors.flatten(1).any(1))
@@ -447,22 +488,22 @@ class FeatureGradients:
             if self.outer is not None:
                 overlaps = self._any_group(self.outer.overlaps(factors).any(1))
                 odd &= (squares != 0) | overlaps
-        again |= odd  # float32 under- or overflows there
-        again.scatter_(1, predicted[:, None], False)
+        recompute |= odd
+        recompute.scatter_(1, predicted[:, None], False)
         squares = squares.double()
-        for b in again.any(1).nonzero().flatten().tolist():
-            chosen = again[b].nonzero().flatten()
-            squares[b, chosen] = self._squares_of_sums(factors, x[b, chosen], b)
+        for b in recompute.any(1).nonzero().flatten().tolist():
+            class_indices = recompute[b].nonzero().flatten()
+            squares[b, class_indices] = self._squares_of_sums(factors, x[b, class_indices], b)
         return squares
 
     def _any_group(self, of_group: Bool[Tensor, " bg"]) -> Bool[Tensor, "b 1"]:
-        """Whether a condition holds for any group of each sample.
+        """Return for each sample whether a condition holds for any of its groups.
 
         Args:
-            of_group: the condition for all g groups of all b samples, such as those of a grouped
-                convolution.
+            of_group: the condition for the g groups (of a grouped convolution, say) of b samples.
         """
-        return of_group.unflatten(0, (self.samples, -1)).any(1)[:, None]
+        by_sample = of_group.unflatten(0, (self.samples, -1))
+        return by_sample.any(1, keepdim=True)
 
     def _squares_of_sums(
         self,
@@ -473,16 +514,18 @@ class FeatureGradients:
         """Compute ‖Σ_m x_m k_m‖² of one sample from the sum itself, in which no digits are lost.
 
         Args:
-            factors: what is kept of all gradients k_m of all samples.
+            factors: δ of all gradients k_m of all samples [b·g, m, t, o] (g groups, t positions, o
+                output features), or the gradients themselves [b, m, 1, p].
             x: the coefficients x_m of n classes.
             b: the index of the sample.
         """
         of_sample = factors.unflatten(0, (self.samples, -1))[b].transpose(0, 1)  # [m, g, t, o]
         numel = self.factor.gradient.numel if self.factor else of_sample[0].numel()
-        parts: list[Tensor] = []
-        for part in x.split(max(1, BLOCK_NUMBERS // numel)):
-            total = (part @ of_sample.flatten(1)).unflatten(1, of_sample.shape[1:])  # [n, g, t, o]
+        squares: list[Tensor] = []
+        # A block of classes at a time, which bounds the memory.
+        for block in x.split(max(1, BLOCK_NUMBERS // numel)):
+            total = (block @ of_sample.flatten(1)).unflatten(1, of_sample.shape[1:])  # [n, g, t, o]
             if self.outer is not None:
                 total = total.mT @ self.outer.activations_of(b)
-            parts.append(sum_of_squares(total.flatten(1)))
-        return torch.cat(parts)
+            squares.append(sum_of_squares(total.flatten(1)))
+        return torch.cat(squares)

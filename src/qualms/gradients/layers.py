@@ -1,4 +1,4 @@
-"""The selected parameters, the layers they belong to, and the weights of layers in a score."""
+"""Selecting parameters, grouping them into layers, and weighting layers in a score."""
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -13,35 +13,36 @@ from qualms.gradients.precision import root_of_squares
 
 Granularity = Literal["module", "tensor", "block"]
 Norm = Literal["l2", "l1"]
-# The user's choice of parameters: a pattern of names, a function that picks names, or None for all.
+# The user's choice of parameters: a pattern of names, a predicate of a name, or None for all.
 Params: TypeAlias = str | Callable[[str], bool] | None
 
-# The layer of parameters that no submodule owns.
+# The name of the layer that consists of parameters that no submodule owns.
 WHOLE_MODEL = "(model)"
 
 
-def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
+def select_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
     """Select the parameters whose gradients are wanted, by name, in the model's order.
 
     Frozen parameters are selected too; integer ones never are.
 
     Args:
-        model: the model.
-        params: a pattern such as `"layer4.*"`, or a function that picks names; None for all.
+        model: the model whose parameters are selected.
+        params: a pattern such as `"layer4.*"`, or a function from a name to whether it is selected;
+            None for all.
 
     Raises:
         QualmsError: if nothing is selected, or a complex parameter is.
     """
-    named: dict[str, Tensor] = {}
+    candidates: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         if p.is_floating_point() or p.is_complex():
-            named[name] = p
+            candidates[name] = p
     if params is None:
-        chosen = named
+        chosen = candidates
     elif callable(params):
-        chosen = {name: p for name, p in named.items() if params(name)}
+        chosen = {name: p for name, p in candidates.items() if params(name)}
     elif isinstance(params, str):
-        chosen = {name: p for name, p in named.items() if fnmatchcase(name, params)}
+        chosen = {name: p for name, p in candidates.items() if fnmatchcase(name, params)}
     else:
         raise QualmsError(
             f"params is a {type(params).__name__}; pass a pattern such as 'layer4.*', or a "
@@ -53,33 +54,35 @@ def selected_parameters(model: nn.Module, params: Params) -> dict[str, Tensor]:
                 f"the parameter {name} is complex, which is not supported; exclude it with "
                 "`params`."
             )
-    if not named:
+    if not candidates:
         raise QualmsError("the model has no parameters, so there are no gradients to compute.")
     if not chosen:
-        some = ", ".join(list(named)[:3])
+        some = ", ".join(list(candidates)[:3])
         raise QualmsError(f"no parameter matches params={params!r}; names look like {some}.")
     return chosen
 
 
 def layer_of(model: nn.Module, name: str, granularity: Granularity) -> str:
-    """The name of the layer that a parameter belongs to.
+    """Return the name of the layer that a parameter belongs to.
 
     Args:
-        model: the model.
+        model: the model that has the parameter.
         name: the name of the parameter.
         granularity: `tensor` for the parameter itself; `module` for the module that owns it (a
             parametrized module owns what its parametrizations hold); `block` for the innermost
-            child of a repeated container: one whose children are all of one class and have children
-            themselves, such as the stages of a ResNet or the layers of a transformer.
+            module around the parameter that is one of several siblings of the same class, all of
+            which have children, such as a stage of a ResNet or a layer of a transformer.
     """
     if granularity == "tensor":
         return name
     owner = name.rpartition(".")[0].partition(".parametrizations.")[0]
+    # The model itself is parametrized.
     if owner.startswith("parametrizations."):
         owner = ""
     if granularity == "module":
         return owner or WHOLE_MODEL
     path = owner.split(".") if owner else []
+    # From the innermost module outward.
     for depth in range(len(path), 0, -1):
         container = model.get_submodule(".".join(path[: depth - 1]))
         if _is_repeated(list(container.children())):
@@ -91,7 +94,7 @@ def _is_repeated(children: list[nn.Module]) -> bool:
     """Whether a container's children are several modules of one class that all have children."""
     if len(children) < 2 or len({type(child) for child in children}) > 1:
         return False
-    return all(any(True for _ in child.children()) for child in children)
+    return all(list(child.children()) for child in children)
 
 
 def group_by_layer(
@@ -102,12 +105,12 @@ def group_by_layer(
     """Group the names of parameters by layer, layers in order of first use.
 
     Args:
-        model: the model.
+        model: the model that has the parameters.
         names: the names of parameters, in order of use.
-        granularity: what a layer is, as in `layer_of`.
+        granularity: what a layer is: `tensor`, `module` or `block` (see `layer_of`).
 
     Returns:
-        For each layer's name the names of its parameters.
+        A dict from each layer's name to the names of its parameters.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -120,13 +123,13 @@ def total_norms(
     lam: float | None,
     norm: Norm,
 ) -> Float[Tensor, "b m"]:
-    """Combine the norms of layers into norms of whole gradients.
+    """Combine the norms of layers into a norm, or a weighted sum of norms, for all layers together.
 
     Args:
-        norms: ‖g_l‖ of each layer l, for b samples and m gradients of each.
-        lam: None for ‖g‖ of the whole gradient; else λ in Σ_l a_l ‖g_l‖ with `layer_weights` (λ = 0
-            gives Σ_l ‖g_l‖, which is not the L2 norm).
-        norm: which norm `norms` are, `l1` or `l2`; used only without `lam`.
+        norms: ‖g_l‖ for b samples, m gradients of each and l layers.
+        lam: None for ‖g‖ of the whole gradient g; otherwise λ, for the sum Σ_l a_l ‖g_l‖ with the
+            weights a_l of `layer_weights` (λ = 0 gives Σ_l ‖g_l‖, which is not the L2 norm).
+        norm: whether `norms` are L1 or L2 norms; not used if `lam` is given.
     """
     if lam is not None:
         return norms @ layer_weights(norms.shape[-1], lam).to(norms)
@@ -136,8 +139,13 @@ def total_norms(
 
 
 def layer_weights(layers: int, lam: float) -> Float[Tensor, " l"]:
-    """Compute the weights a_l = exp(λ(l - L)) of the layers l = 1..L in a score; the last is 1.
+    """Compute the weights a_l = exp(λ(l - L)) of the layers l = 1..L in a score.
 
-    This is the paper's exp(λl) times a constant, so samples rank the same, but it cannot overflow.
+    The last weight is 1. These are the paper's weights exp(λl) times a constant, so samples rank
+    the same, but they cannot overflow.
+
+    Args:
+        layers: L, the number of layers.
+        lam: λ.
     """
     return (lam * (torch.arange(1, layers + 1, dtype=torch.double) - layers)).exp()

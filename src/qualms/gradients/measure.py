@@ -1,7 +1,7 @@
 """Norms and inner products of each sample's gradients, from cotangents and gradient factors.
 
-A direction v in logit space has the gradient Jᵀv, with J the Jacobian of the logits. It is found in
-two steps: `Pullback` pulls v back to every operation that uses a parameter, and the gradient factor
+A direction v in logit space has the gradient Jᵀv, with J the Jacobian of the logits. It is computed
+in two steps: `Pullback` pulls v back to every operation that uses a parameter, and the gradient factor
 of the operation turns the cotangent there into the parameter's gradient, or its norm.
 """
 
@@ -22,7 +22,7 @@ from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.outer_product import Outer
 from qualms.gradients.tracing.param_use import Weights, roots
 
-# One direction's cotangents at all edges of a `Pullback`, None where the logits do not depend on it.
+# A cotangent for each edge in `Pullback.index`; None for an edge that the logits do not depend on.
 EdgeCotangents = Sequence[Tensor | None]
 
 
@@ -32,16 +32,17 @@ def measure(
     cotangents: Cotangents | Float[Tensor, "m rows c"],
     kind: Kind,
 ) -> dict[str, Float[Tensor, "b m *m"]]:
-    """Measure each sample's gradients along several directions, parameter by parameter.
+    """Compute norms or inner products of each sample's gradients, parameter by parameter.
 
     Args:
         pullback: the pullback of a traced forward pass.
-        cotangents: the directions v. Entries of a plain tensor are not scaled to a size near 1.
-        kind: ‖g‖ (`l2`), Σ|g| (`l1`) or the inner products ⟨g_m, g_n⟩ (`gram`).
+        cotangents: m directions v, each with a gradient g = Jᵀv. A plain tensor is used as it is,
+            not scaled to a size near 1.
+        kind: ‖g‖ (`l2`), Σ|g| (`l1`) or the inner products of all pairs of gradients (`gram`).
 
     Returns:
-        For each parameter that the logits depend on, a tensor [b, m], or [b, m, m] for `gram`; in
-        float64, in which squares of small numbers do not underflow.
+        A dict from the name of each parameter that the logits depend on to a tensor [b, m], or
+        [b, m, m] for `gram`; in float64, in which squares of small numbers do not underflow.
     """
     if not pullback.factors:
         return {}
@@ -57,28 +58,28 @@ def full_gradients(
     pullback: "Pullback",
     cotangent: Float[Tensor, "rows c"],
 ) -> dict[str, Float[Tensor, "1 ..."]]:
-    """Write out the gradient of every parameter along one direction, summed over one sample's rows.
+    """Compute all entries of every parameter's gradient Jᵀv, summed over one sample's rows.
 
     Args:
         pullback: the pullback of a traced forward pass over one sample.
-        cotangent: the direction v.
+        cotangent: the direction v in logit space.
 
     Returns:
         Gradients [1, *parameter.shape] by name, without parameters that the logits do not depend
         on.
     """
-    at = pullback.pull(cotangent)
+    edge_cotangents = pullback.pull(cotangent)
     gradients: dict[str, Tensor] = {}
     for name, factor in pullback.single.items():
-        deltas = pullback.cotangents_of(factor, at)
+        deltas = pullback.cotangents_of(factor, edge_cotangents)
         if deltas is not None:
             with error_note(f"the gradient of {name}"):
                 gradients[name] = factor.gradient.compute(deltas)
-    return gradients | pullback.sum_shared(at)
+    return gradients | pullback.sum_shared(edge_cotangents)
 
 
 def _unscaled(cotangents: Float[Tensor, "m rows c"], samples: int) -> Cotangents:
-    """Wrap cotangents as a single block with scales 1; their rows belong to `samples` samples."""
+    """Wrap cotangents [m, rows, c] of `samples` samples as a single block, all of its scales 1."""
     ones = torch.ones(len(cotangents), samples, dtype=torch.double, device=cotangents.device)
     return Cotangents(len(cotangents), lambda: [(cotangents, ones)])
 
@@ -87,13 +88,13 @@ def _unscaled(cotangents: Float[Tensor, "m rows c"], samples: int) -> Cotangents
 class Pullback:
     """Pulls directions in logit space back to the operations that use parameters.
 
-    A gradient factor turns the cotangents at its operation's edges into the gradient of a
-    parameter.
+    A gradient factor then turns the cotangents at the edges of its operation, in autograd's graph,
+    into the gradient of a parameter.
 
     Args:
         logits: the logits of a traced forward pass, with their graph.
         factors: the gradient factors of the parameters.
-        weights: leaf tensors that replace the parameters in the traced pass.
+        weights: leaf tensors that replaced the parameters in the traced pass.
         samples: the number of samples b.
 
     Attributes:
@@ -120,11 +121,11 @@ class Pullback:
                 self.index.setdefault(edge, len(self.index))
             for name in roots(factor.target, self.weights):
                 uses.setdefault(name, []).append(factor)
-        for name, of_name in uses.items():
-            if len(of_name) == 1 and id(of_name[0].target) in self.weights.names:
-                self.single[name] = of_name[0]
+        for name, factors in uses.items():
+            if len(factors) == 1 and id(factors[0].target) in self.weights.names:
+                self.single[name] = factors[0]
             else:
-                self.shared[name] = of_name
+                self.shared[name] = factors
 
     def pull(
         self,
@@ -138,10 +139,10 @@ class Pullback:
             start: a tensor or edge in the graph where the pass starts; the logits by default.
 
         Returns:
-            A cotangent for each edge in the order of `index`; None if `start` does not depend on
-            it.
+            A cotangent for each edge in the order of `index`; None for an edge that `start` does
+            not depend on.
         """
-        # Raise a Ctrl-C that came since the last pass.
+        # Raise KeyboardInterrupt here if Ctrl-C was pressed since the last pass.
         interrupts.deliver()
         if start is None:
             start = self.logits
@@ -152,38 +153,39 @@ class Pullback:
     def cotangents_of(
         self,
         factor: GradFactor,
-        at: EdgeCotangents,
+        edge_cotangents: EdgeCotangents,
     ) -> list[Tensor | None] | None:
         """Select the cotangents at a factor's edges; None if the logits depend on none of the edges.
 
         Args:
             factor: one of `factors`.
-            at: the cotangents at all edges, from `pull`.
+            edge_cotangents: the cotangents at all edges, from `pull`.
         """
-        deltas = [at[self.index[edge]] for edge in factor.edges]
-        return None if all(d is None for d in deltas) else deltas
+        deltas = [edge_cotangents[self.index[edge]] for edge in factor.edges]
+        return None if all(delta is None for delta in deltas) else deltas
 
-    def sum_shared(self, at: EdgeCotangents) -> dict[str, Float[Tensor, "b ..."]]:
-        """Write out the gradients [b, …] of the `shared` parameters, the sum of their factors.
+    def sum_shared(self, edge_cotangents: EdgeCotangents) -> dict[str, Float[Tensor, "b ..."]]:
+        """Compute the gradients [b, …] of the `shared` parameters, each the sum of its factors.
 
         Args:
-            at: the cotangents at all edges, from `pull`.
+            edge_cotangents: the cotangents at all edges, from `pull`.
 
         Returns:
             Gradients by name, without parameters that the logits do not depend on.
         """
-        total: dict[str, Tensor] = {}
+        totals: dict[str, Tensor] = {}
 
-        def add(name: str, gradient: Tensor, of: int | slice = slice(None)) -> None:
-            """Add a gradient of the samples `of` to the total of a parameter."""
-            if name not in total:
+        def add(name: str, gradient: Tensor, samples: int | slice) -> None:
+            """Add a gradient of some of the samples to a parameter's total, at first zero."""
+            if name not in totals:
                 leaf = self.weights.leaves[name]
-                total[name] = at_least_float32(leaf).new_zeros(self.samples, *leaf.shape)
-            total[name][of] += gradient
+                totals[name] = at_least_float32(leaf).new_zeros(self.samples, *leaf.shape)
+            totals[name][samples] += gradient
 
-        factors = {id(factor): factor for of_name in self.shared.values() for factor in of_name}
+        # Each factor once, though it may belong to several parameters.
+        factors = {id(factor): factor for uses in self.shared.values() for factor in uses}
         for factor in factors.values():
-            deltas = self.cotangents_of(factor, at)
+            deltas = self.cotangents_of(factor, edge_cotangents)
             if deltas is None:
                 continue
             target = factor.target
@@ -191,19 +193,19 @@ class Pullback:
             with error_note("the gradient of " + ", ".join(names)):
                 gradient = factor.gradient.compute(deltas)
             if id(target) in self.weights.names:
-                add(self.weights.names[id(target)], gradient)
+                add(self.weights.names[id(target)], gradient, samples=slice(None))
                 continue
             # `target` was computed from parameters, so its gradient is pulled back to these, one
             # sample at a time.
             leaves = [self.weights.leaves[name] for name in names]
-            for b, g in enumerate(gradient.to(target.dtype)):
-                of_leaves = torch.autograd.grad(
-                    target, leaves, g, retain_graph=True, allow_unused=True
+            for b, of_sample in enumerate(gradient.to(target.dtype)):
+                leaf_gradients = torch.autograd.grad(
+                    target, leaves, of_sample, retain_graph=True, allow_unused=True
                 )
-                for name, back in zip(names, of_leaves, strict=True):
-                    if back is not None and name in self.shared:
-                        add(name, back, b)
-        return total
+                for name, leaf_gradient in zip(names, leaf_gradients, strict=True):
+                    if leaf_gradient is not None and name in self.shared:
+                        add(name, leaf_gradient, samples=b)
+        return totals
 
 
 # Norms, one direction after the other.
@@ -214,85 +216,101 @@ def _measure_norms(
     cotangents: Cotangents,
     kind: Kind,
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """Compute the norms along all directions, one direction after the other (see `measure`)."""
+    """Compute ‖g‖ (`l2`) or Σ|g| (`l1`) of the gradient g along each direction, one after the other.
+
+    Args:
+        pullback: the pullback of a traced forward pass.
+        cotangents: m directions.
+        kind: `l1` or `l2`.
+
+    Returns:
+        Norms by the parameter's name.
+    """
+    num_directions = cotangents.num_directions
     names: list[str] = []
-    # [m, parameter, b], filled in place: small results between large ones fragment the memory.
-    table: Tensor | None = None
-    number = 0
-    for block, size in cotangents.blocks():
-        start = number
+    # [m, parameters, b], filled in place: small results between large ones fragment the memory.
+    norms: Tensor | None = None
+    index = 0  # of the direction
+    for block, scales in cotangents.blocks():
+        start = index
         for cotangent in block.to(pullback.logits.dtype):
-            values = _measure_one(pullback, cotangent, kind, cotangents.number)
-            if table is None:
-                names = list(values)
-                table = torch.empty(
-                    (cotangents.number, len(names), pullback.samples),
+            sizes = _measure_direction(pullback, cotangent, kind, num_directions)
+            # The first direction shows which parameters the logits depend on.
+            if norms is None:
+                names = list(sizes)
+                norms = torch.empty(
+                    (num_directions, len(names), pullback.samples),
                     dtype=torch.double,
                     device=pullback.logits.device,
                 )
             if names:
-                table[number] = torch.stack([values[name].double() for name in names])
-            number += 1
-        if table is not None:
-            rows_of_block = table[start:number]
+                norms[index] = torch.stack([sizes[name].double() for name in names])
+            index += 1
+        if norms is not None:
+            norms_of_block = norms[start:index]
             if kind == "l2":
-                rows_of_block.sqrt_()
-            rows_of_block *= size[:, None, :]
-    if table is None:
+                norms_of_block.sqrt_()
+            norms_of_block *= scales[:, None, :]
+    if norms is None:
         return {}
-    return {name: table[:, i].T for i, name in enumerate(names)}
+    return {name: norms[:, i].T for i, name in enumerate(names)}
 
 
-def _measure_one(
+def _measure_direction(
     pullback: Pullback,
     cotangent: Tensor,
     kind: Kind,
     directions: int,
 ) -> dict[str, Float[Tensor, " b"]]:
-    """Compute Σ|g| (`l1`) or Σg² (`l2`) along one direction, for each parameter.
+    """Compute Σ|g| (`l1`) or Σg² (`l2`) of the gradient g along one direction, for each parameter.
 
     Args:
         pullback: the pullback of a traced forward pass.
         cotangent: the direction, [rows, c].
         kind: `l1` or `l2`.
-        directions: the number of directions that share the work on activations.
+        directions: the number of directions for which work on activations is done only once.
+
+    Returns:
+        Sums by the parameter's name, without parameters that the logits do not depend on.
     """
-    at = pullback.pull(cotangent)
-    values: dict[str, Tensor] = {}
+    edge_cotangents = pullback.pull(cotangent)
+    sizes: dict[str, Tensor] = {}
     for name, factor in pullback.single.items():
-        deltas = pullback.cotangents_of(factor, at)
+        deltas = pullback.cotangents_of(factor, edge_cotangents)
         if deltas is not None:
             with error_note(f"the gradient of {name}"):
-                values[name] = _size_of_factor(factor, deltas, kind, directions)
-    for name, gradient in pullback.sum_shared(at).items():
-        values[name] = size_of(gradient, kind)
-    return values
+                sizes[name] = _sum_of_powers_from_factor(factor, deltas, kind, directions)
+    for name, gradient in pullback.sum_shared(edge_cotangents).items():
+        sizes[name] = sum_of_powers(gradient, kind)
+    return sizes
 
 
-def _size_of_factor(
+def _sum_of_powers_from_factor(
     factor: GradFactor,
     deltas: list[Tensor | None],
     kind: Kind,
     directions: int,
 ) -> Float[Tensor, " b"]:
-    """Compute Σ|g| (`l1`) or Σg² (`l2`) of a gradient, without writing it out where that is cheaper.
+    """Compute Σ|g| (`l1`) or Σg² (`l2`) of a parameter's gradient g, which has a single factor.
+
+    Where it is cheaper, the sum is computed without the entries of g.
 
     Args:
         factor: the only factor of the parameter.
         deltas: the cotangents at the factor's edges, one for each.
         kind: `l1` or `l2`.
-        directions: the number of directions that share the work on activations.
+        directions: the number of directions for which work on activations is done only once.
     """
     gradient = factor.gradient
     if isinstance(gradient, Outer) and kind == "l2":
         return gradient.squared_norm(deltas, directions)
     if isinstance(gradient, Outer) and gradient.sizes.positions == 1:
         return gradient.l1_norm(deltas)
-    return size_of(gradient.compute(deltas), kind)
+    return sum_of_powers(gradient.compute(deltas), kind)
 
 
-def size_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
-    """Compute Σ|g| (`l1`) or Σg² (`l2`) of each sample's gradient, without copying the gradient."""
+def sum_of_powers(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
+    """Compute the sum over |g| (`l1`) or g² (`l2`) of each sample's gradient g, without a copy of g."""
     flat = _flatten(gradient)
     if kind == "l1":
         return torch.linalg.vector_norm(flat, 1, dim=1)
@@ -301,8 +319,8 @@ def size_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]
 
 def norm_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
     """Compute Σ|g| (`l1`) or ‖g‖ (`l2`) of each sample's gradient."""
-    size = size_of(gradient, kind)
-    return size if kind == "l1" else size.sqrt()
+    power_sum = sum_of_powers(gradient, kind)
+    return power_sum if kind == "l1" else power_sum.sqrt()
 
 
 # Inner products, of all directions together.
@@ -312,57 +330,70 @@ def _measure_inner_products(
     pullback: Pullback,
     cotangents: Cotangents,
 ) -> dict[str, Float[Tensor, "b m m"]]:
-    """Compute ⟨g_m, g_n⟩ for all pairs of directions and each parameter (see `measure`).
+    """Compute the inner products of the gradients along m directions, for each parameter.
 
     The cotangents of all directions are held in memory together.
+
+    Args:
+        pullback: the pullback of a traced forward pass.
+        cotangents: the directions.
+
+    Returns:
+        Inner products [b, m, m] by the parameter's name.
     """
-    all_at: list[EdgeCotangents] = []
-    sizes: list[Tensor] = []
-    for block, size in cotangents.blocks():
-        sizes.append(size)
+    edge_cotangents: list[EdgeCotangents] = []  # of each direction
+    block_scales: list[Tensor] = []
+    for block, scales in cotangents.blocks():
+        block_scales.append(scales)
         for cotangent in block.to(pullback.logits.dtype):
-            all_at.append(pullback.pull(cotangent))
-    # [b, m], the sizes by which the cotangents were divided.
-    scale = torch.cat(sizes).T
-    scales = scale[:, :, None] * scale[:, None, :]
-    values: dict[str, Tensor] = {}
+            edge_cotangents.append(pullback.pull(cotangent))
+    # The cotangents were divided by these scales, so products are multiplied by two of them.
+    scale = torch.cat(block_scales).T  # [b, m]
+    pair_scales = scale[:, :, None] * scale[:, None, :]
+    products_by_name: dict[str, Tensor] = {}
     for name, factor in pullback.single.items():
         with error_note(f"the gradient of {name}"):
-            products = _inner_products_of_factor(pullback, factor, all_at)
+            products = _inner_products_of_factor(pullback, factor, edge_cotangents)
         if products is not None:
-            values[name] = products * scales
-    shared = [pullback.sum_shared(at) for at in all_at]
+            products_by_name[name] = products * pair_scales
+    shared = [pullback.sum_shared(of_direction) for of_direction in edge_cotangents]
     for name in shared[0]:
-        values[name] = _inner_products([gradients[name] for gradients in shared]) * scales
-    return values
+        products = _inner_products_of_list([gradients[name] for gradients in shared])
+        products_by_name[name] = products * pair_scales
+    return products_by_name
 
 
 def _inner_products_of_factor(
     pullback: Pullback,
     factor: GradFactor,
-    all_at: list[EdgeCotangents],
+    edge_cotangents: list[EdgeCotangents],
 ) -> Float[Tensor, "b m m"] | None:
-    """Compute ⟨g_m, g_n⟩ for a parameter with one factor; None if the logits do not depend on it.
+    """Compute the inner products of a parameter's gradients along m directions, from its one factor.
 
     Args:
         pullback: the pullback of a traced forward pass.
         factor: the only factor of the parameter.
-        all_at: the cotangents of each direction at all edges.
+        edge_cotangents: for each direction the cotangents at all edges.
+
+    Returns:
+        The inner products; None if the logits do not depend on the parameter.
     """
     deltas_of_directions: list[list[Tensor | None]] = []
-    for at in all_at:
-        deltas = pullback.cotangents_of(factor, at)
+    for of_direction in edge_cotangents:
+        deltas = pullback.cotangents_of(factor, of_direction)
         if deltas is not None:
             deltas_of_directions.append(deltas)
     if not deltas_of_directions:
         return None
     if isinstance(factor.gradient, Outer):
         return factor.gradient.inner_products_along(deltas_of_directions)
-    return _inner_products([factor.gradient.compute(deltas) for deltas in deltas_of_directions])
+    return _inner_products_of_list(
+        [factor.gradient.compute(deltas) for deltas in deltas_of_directions]
+    )
 
 
-def _inner_products(gradients: list[Tensor]) -> Float[Tensor, "b m m"]:
-    """Compute ⟨g_m, g_n⟩ of each sample, given the gradients [b, …] along each direction."""
+def _inner_products_of_list(gradients: list[Tensor]) -> Float[Tensor, "b m m"]:
+    """Compute each sample's inner products of m gradients, given as m tensors [b, …]."""
     return inner_products(torch.stack([_flatten(gradient) for gradient in gradients], dim=1))
 
 

@@ -27,20 +27,23 @@ log = logging.getLogger("qualms")
 FREE_SHARE = 1 / 16
 # The smallest default budget, in bytes, however little memory is free.
 MIN_BUDGET = 2**28
-# Copies of the largest result that kernels hold beside it.
+# Copies of the largest result that kernels may hold in addition to it.
 RESULT_COPIES = 6
-# Copies of the logits, in float64, that a score computes with.
+# Copies of the logits, in float64, that the computation of a score holds.
 LOGIT_COPIES = 16
 DOUBLE = 8  # bytes of a float64
-# A pass over inputs with fewer bytes is not measured.
+# The memory of a pass over inputs with fewer bytes is not measured.
 SMALL_INPUT_BYTES = 2**17
-# Before a pass with more bytes, free memory is released.
-LARGE_ROW_BYTES = 2**26
+# Before a pass that takes more bytes, free memory is released.
+LARGE_PASS_BYTES = 2**26
 FEWER_PARAMETERS = "select fewer parameters with `params`, or use smaller inputs"
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes that the work on one chunk of samples may take by default: a share of the free memory."""
+    """Return the default for the bytes that the work on one chunk of samples may take.
+
+    It is a share of the memory that is free on the device.
+    """
     return max(MIN_BUDGET, int(free_bytes(device) * FREE_SHARE))
 
 
@@ -51,7 +54,7 @@ def budget_of_rows(given: int | None, device: torch.device) -> int:
     the last digits of scores depend on how many rows run at once. More rows are not faster there.
 
     Args:
-        given: the user's `budget`; None for the default.
+        given: the user's `budget` in bytes; None for the default.
         device: the device on which the rows run.
     """
     if given:
@@ -70,8 +73,8 @@ def require_room(
     Args:
         needed: the bytes that the smallest part of the work takes.
         limit: the bytes that are available.
-        what: what this part of the work is, in the plural, for the message.
-        instead: the advice other than to pass a larger `budget`, for the message.
+        what: for the message: this part of the work, a noun in the plural.
+        instead: for the message: what to do instead of passing a larger `budget`.
     """
     if needed > limit:
         raise QualmsError(
@@ -86,10 +89,11 @@ def in_mebibytes(number: int) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Estimate the bytes that are free on the device.
+    """Estimate the bytes that are free on a device.
 
-    Exact for CUDA; for other devices, the available main memory. Where the system does not tell,
-    half of the main memory, or else so little that the default budget becomes `MIN_BUDGET`.
+    The number is exact for CUDA. For other devices it is the available main memory as Linux reports
+    it; on other systems half of all main memory, or if that is unknown so little that the default
+    budget becomes `MIN_BUDGET`.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -105,28 +109,28 @@ def free_bytes(device: torch.device) -> int:
 
 
 def release_free_memory() -> None:
-    """Return freed memory that the C library still holds to the system (glibc only).
+    """Give memory that the C library holds although it was freed back to the system (glibc only).
 
     The C library keeps freed memory in pieces that tensors of another size do not fit into, so the
     memory of different kinds of work would add up.
     """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
+    malloc_trim = _find_malloc_trim()
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 @cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """Find the C function `malloc_trim`, which returns free memory; None if there is none."""
+def _find_malloc_trim() -> Callable[[int], int] | None:
+    """Find the C function that gives freed memory back to the system; None if there is none."""
     if sys.platform != "linux":
         return None
-    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim
+    malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return malloc_trim
 
 
 @contextmanager
 def saved_bytes(constants: set[int]) -> Iterator[list[int]]:
-    """Count the bytes of tensors that autograd saves for backward passes inside the `with` block.
+    """Count the bytes of the tensors that autograd saves for backward passes inside the `with` block.
 
     A storage that is saved several times counts once.
 
@@ -140,10 +144,9 @@ def saved_bytes(constants: set[int]) -> Iterator[list[int]]:
     total = [0]
 
     def pack(t: Tensor) -> Tensor:
-        """Count a tensor that autograd saves; autograd keeps what is returned instead of it."""
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # so that function modes do not take this for a call by the model
+        """Count a tensor that autograd saves, and return the tensor that it keeps instead."""
+        # Without this, function modes would take the call for one by the model.
+        with torch._C.DisableTorchFunction():
             storage = t.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
@@ -159,25 +162,25 @@ def saved_bytes(constants: set[int]) -> Iterator[list[int]]:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the results that exist at the same time, without what existed before.
+    """Counts the bytes of the results of operations that exist at the same time inside the block.
 
-    A dispatch mode sees every result of a pass, in scripts and backward passes as well, and when it
-    is freed. It does not see what kernels hold beside their results (copies in another memory
-    format, gaps of the allocator): on a CPU the process took up to six times the largest result
-    more than all results together (`RESULT_COPIES`).
+    As a dispatch mode it sees every result, also those of scripts and backward passes; weak
+    references show when a result is freed. It does not see what kernels hold in addition to their
+    results (copies in another memory format, gaps of the allocator): on a CPU the process took up
+    to six times the largest result more than all results together (`RESULT_COPIES`).
 
     Attributes:
-        now: the bytes of the results that exist now.
-        most: the largest value that `now` has had.
-        largest: the bytes of the largest single result.
+        current: the bytes of the results that exist now.
+        peak: the largest value that `current` has had.
+        largest_result: the bytes of the largest single result.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = 0
-        self.most = 0
-        self.largest = 0
-        # Weak references to storages, by their address.
+        self.current = 0
+        self.peak = 0
+        self.largest_result = 0
+        # Weak references to the storages that are counted in `current`, by address.
         self._known: dict[int, Any] = {}
 
     def __torch_dispatch__(
@@ -187,7 +190,7 @@ class _LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and count the bytes of its new results, not of views or in-place results.
+        """Run an operation and count the bytes of its results, except views and in-place results.
 
         Args:
             func: the operation.
@@ -196,32 +199,32 @@ class _LiveBytes(TorchDispatchMode):
             kwargs: the keyword arguments.
         """
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        # Storages of arguments, which views and in-place results share.
-        inputs: set[int] = set()
+        result = func(*args, **kwargs)
+        # Views and in-place results share the storages of arguments.
+        argument_storages: set[int] = set()
         for t in tensors_in((args, kwargs)):
             if t.layout == torch.strided:
-                inputs.add(t.untyped_storage()._cdata)
-        for t in tensors_in(out):
-            if t.layout == torch.strided and t.untyped_storage()._cdata not in inputs:
-                self._add(t.untyped_storage())
-        return out
+                argument_storages.add(t.untyped_storage()._cdata)
+        for t in tensors_in(result):
+            if t.layout == torch.strided and t.untyped_storage()._cdata not in argument_storages:
+                self._count_storage(t.untyped_storage())
+        return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        """Count a new result's storage until it is freed; one that is known already is skipped."""
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
+        """Count the bytes of a storage until it is freed, unless it is counted already."""
+        address, num_bytes = storage._cdata, storage.nbytes()
+        if address in self._known:
             return
 
         def on_free(_: Any) -> None:
             """Subtract the bytes again; called when the storage is freed."""
-            self.now -= size
-            self._known.pop(key, None)
+            self.current -= num_bytes
+            self._known.pop(address, None)
 
-        self._known[key] = weakref.ref(storage, on_free)
-        self.now += size
-        self.most = max(self.most, self.now)
-        self.largest = max(self.largest, size)
+        self._known[address] = weakref.ref(storage, on_free)
+        self.current += num_bytes
+        self.peak = max(self.peak, self.current)
+        self.largest_result = max(self.largest_result, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -229,18 +232,18 @@ class PassMemory:
     """A kind of pass over a batch of rows, such as a forward pass, and the memory it takes.
 
     Args:
-        what: the kind of pass, for messages and as a key of the cache.
+        pass_kind: the kind of pass, for messages and as a key of the cache.
         run: runs the pass on some rows, and returns the logits [rows, c].
-        most: the largest number of rows at once, however much memory there is.
-        extra_bytes: the bytes of what is held in memory beside the pass.
-        factor: the memory of the pass, as a multiple of the memory that `run` takes.
+        max_rows: the largest number of rows at once, however much memory there is.
+        extra_bytes: the bytes of what is held in memory during the pass, but not by it.
+        safety_factor: the memory of the pass, as a multiple of the memory that `run` takes.
     """
 
-    what: str
+    pass_kind: str
     run: Callable[[Batch], Tensor]
-    most: int
+    max_rows: int
     extra_bytes: int = 0
-    factor: int = 1
+    safety_factor: int = 1
 
     def rows_at_once(
         self,
@@ -249,11 +252,11 @@ class PassMemory:
         settings: Settings,
         cache: PlanCache,
     ) -> int:
-        """How many rows to run at once: as many as fit the budget, by the memory of the first row.
+        """Return how many rows to run at once: as many as fit the budget.
 
-        The user's batch size, if any, is the upper limit instead of `most`. Nothing is measured
-        without a `budget` if there is a single row, or if inputs are so small that results
-        thousands of times their size would fit.
+        The memory of a row is measured on the first one. Without a budget by the user it is not
+        measured if there is a single row, or if inputs are so small that results thousands of times
+        their size would fit. The user's batch size, if any, is the upper limit instead of `max_rows`.
 
         Args:
             batch: rows of the same shape.
@@ -264,48 +267,57 @@ class PassMemory:
         Raises:
             QualmsError: if a single row does not fit.
         """
-        most = min(rows, settings.batch_size or self.most)
-        first = batch_tensors(batch)[0]
-        is_small = first.is_floating_point() and first[:1].nbytes * most < SMALL_INPUT_BYTES
-        if settings.budget is None and (most == 1 or is_small):
-            return most
-        row = self.bytes_of_row(batch, cache)
-        if row is None:
-            return most
+        max_rows = min(rows, settings.batch_size or self.max_rows)
+        main_input = batch_tensors(batch)[0]
+        input_bytes = main_input[:1].nbytes * max_rows
+        is_small = main_input.is_floating_point() and input_bytes < SMALL_INPUT_BYTES
+        if settings.budget is None and (max_rows == 1 or is_small):
+            return max_rows
+        row_bytes = self.bytes_of_row(batch, cache)
+        if row_bytes is None:
+            return max_rows
         require_room(
-            row + self.extra_bytes,
-            settings.budget or free_bytes(first.device),
-            f"the results of {self.what} for one input",
+            row_bytes + self.extra_bytes,
+            settings.budget or free_bytes(main_input.device),
+            f"the results of {self.pass_kind} for one input",
             "or use smaller inputs",
         )
-        room = budget_of_rows(settings.budget, first.device) - self.extra_bytes
-        size = max(1, min(most, room // row))
-        if first.device.type == "cpu" and size * row > LARGE_ROW_BYTES:
-            # Memory used by other kinds of work and by the measurement.
+        available = budget_of_rows(settings.budget, main_input.device) - self.extra_bytes
+        rows_at_once = max(1, min(max_rows, available // row_bytes))
+        if main_input.device.type == "cpu" and rows_at_once * row_bytes > LARGE_PASS_BYTES:
+            # The measurement and other kinds of work have left freed memory behind.
             release_free_memory()
-        return size
+        return rows_at_once
 
     def bytes_of_row(self, batch: Batch, cache: PlanCache) -> int | None:
-        """Bytes that one row takes, `factor` included; None if the model fails on a single row.
+        """Return the bytes that one row takes, multiplied by `safety_factor`.
 
-        Measured once for inputs of these shapes, then read from the cache.
+        They are measured once for inputs of the same shapes, then read from the cache.
 
         Args:
             batch: rows, of which the first is run.
             cache: the plans of the model, which keep the measurement.
+
+        Returns:
+            The bytes; None if the model fails on a single row.
         """
-        key = ("memory of a row", self.what, shapes_of(batch))
-        row = cache.once(key, lambda: self._measure(take_samples(batch, slice(0, 1))))
-        return None if row is None else max(1, self.factor * row)
+        key = ("memory of a row", self.pass_kind, shapes_of(batch))
+        first_row = take_samples(batch, slice(0, 1))
+        row_bytes = cache.get_or_compute(key, lambda: self._measure(first_row))
+        return None if row_bytes is None else max(1, self.safety_factor * row_bytes)
 
     def _measure(self, row: Batch) -> int | None:
-        """Run one row and count its bytes; None if the model fails on a single row."""
+        """Run a row and estimate the bytes that a pass over it takes; None if the model fails on it."""
         counter = _LiveBytes()
         try:
+            # The trial must not advance the user's random generator.
             with torch.random.fork_rng(devices=[]), counter:
                 logits = self.run(row)
         except QualmsError as error:
             log.info("the memory of a single row is unknown: %s", error)
             return None
+        # What the counter does not see: copies that kernels make of the largest result, and the
+        # copies of the logits that a score computes with.
+        kernel_bytes = RESULT_COPIES * counter.largest_result
         logit_bytes = LOGIT_COPIES * DOUBLE * logits.shape[-1]
-        return counter.most + RESULT_COPIES * counter.largest + logit_bytes
+        return counter.peak + kernel_bytes + logit_bytes

@@ -32,14 +32,14 @@ from qualms.gradients.settings import Smoothing
 
 @dataclass(frozen=True)
 class ModelInput:
-    """The input of one forward pass: for each sample a group of rows, the sample itself first.
+    """The input of one forward pass: each sample, followed by its perturbed copies, one row each.
 
     Attributes:
         batch: all rows; the rows of one sample are consecutive.
         rows_per_sample: the number of rows of a sample: 1 plus the number of perturbed copies.
-        embedding_noise: for discrete inputs (token ids), whose embeddings are perturbed instead:
-            maps the shape of an embedded row to noise [rows, *shape]. None for other inputs, whose
-            rows already contain the noise.
+        embedding_noise: for discrete inputs (token ids), whose embeddings are perturbed instead, a
+            function from the shape of an embedded row to noise [rows, *shape]; None for other
+            inputs, whose rows already contain the noise.
     """
 
     batch: Batch
@@ -47,25 +47,31 @@ class ModelInput:
     embedding_noise: Callable[[tuple[int, ...]], Tensor] | None = None
 
     def take(self, index: slice | list[int]) -> "ModelInput":
-        """Select some of the rows, with their noise; each counts as a separate sample from then on."""
+        """Select some of the rows, with their noise.
+
+        In the result each row counts as a separate sample.
+        """
         part = take_samples(self.batch, index)
         noise = self.embedding_noise
         if noise is None:
             return ModelInput(part)
 
         def noise_of_part(shape: tuple[int, ...]) -> Tensor:
-            """The noise of the selected rows, which does not depend on how rows are divided."""
+            """Draw the noise of all rows, as always, and select that of the chosen rows."""
             return noise(shape)[index]
 
-        return ModelInput(part, 1, noise_of_part)
+        return ModelInput(part, rows_per_sample=1, embedding_noise=noise_of_part)
 
 
 def rows_to_run_alone(rows: int) -> list[int]:
-    """Choose the rows (at most two) that are also run alone, as a check of a batch of `rows` rows.
+    """Choose which of `rows` rows also run alone, to check that their logits do not change.
 
-    Returns the indices of the middle and the last row; none for a single row.
+    Returns the indices of the middle and the last row; an empty list for a single row.
     """
-    return sorted({rows // 2, rows - 1}) if rows > 1 else []
+    if rows < 2:
+        return []
+    # A set, as the two are equal for two rows.
+    return sorted({rows // 2, rows - 1})
 
 
 def make_model_input(
@@ -82,24 +88,24 @@ def make_model_input(
     Args:
         batch: b samples.
         smoothing: how the samples are perturbed; None for the samples without copies.
-        numbers: the number of each sample in the whole data, [b]: with `seed`, the random seed of
-            its noise.
+        numbers: the number of each sample in the whole data, [b]; its noise follows from this number
+            and `seed`.
         seed: the random seed that all samples share.
     """
     if smoothing is None:
         return ModelInput(batch)
-    rows = smoothing.draws + 1
+    rows_per_sample = smoothing.draws + 1
 
-    def noise(shape: tuple[int, ...]) -> Tensor:
-        """Draw the noise of all rows, [b·rows, *shape]; zero for the samples themselves."""
+    def draw_noise(shape: tuple[int, ...]) -> Tensor:
+        """Draw the noise of all rows, each of the given shape; zero for the samples themselves."""
         return torch.cat([smoothing.noise(shape, number, seed) for number in numbers])
 
-    repeated = [t.repeat_interleave(rows, dim=0) for t in batch_tensors(batch)]
-    first = repeated[0]
-    if not first.is_floating_point():
-        return ModelInput(with_tensors(batch, repeated), rows, noise)
-    perturbed = first + noise(tuple(first.shape[1:])).to(first)
-    return ModelInput(with_tensors(batch, [perturbed, *repeated[1:]]), rows)
+    # The main input is the first tensor.
+    x, *other_inputs = [t.repeat_interleave(rows_per_sample, dim=0) for t in batch_tensors(batch)]
+    if not x.is_floating_point():
+        return ModelInput(with_tensors(batch, [x, *other_inputs]), rows_per_sample, draw_noise)
+    perturbed = x + draw_noise(tuple(x.shape[1:])).to(x)
+    return ModelInput(with_tensors(batch, [perturbed, *other_inputs]), rows_per_sample)
 
 
 def perturbed_in_parts(
@@ -109,16 +115,16 @@ def perturbed_in_parts(
     seed: int,
     size: int,
 ) -> Iterator[ModelInput]:
-    """Yield the rows of `make_model_input`; those of a single sample in parts of at most `size`.
+    """Yield the rows of `make_model_input`, those of a single sample in parts.
 
-    Used where not all rows fit into memory. Rows of a part count as separate samples. Floats are
-    perturbed part by part; token ids are only repeated, so they are sliced.
+    Used where the perturbed copies of one sample may not all fit into memory. Several samples are
+    yielded together. Rows of a part count as separate samples.
 
     Args:
         batch: the samples.
         smoothing: how the samples are perturbed.
-        numbers: the number of each sample in the whole data: with `seed`, the random seed of its
-            noise.
+        numbers: the number of each sample in the whole data; its noise follows from this number
+            and `seed`.
         seed: the random seed that all samples share.
         size: the largest number of rows in a part.
     """
@@ -126,22 +132,24 @@ def perturbed_in_parts(
     if num_samples(batch) > 1 or rows <= size:
         yield make_model_input(batch, smoothing, numbers, seed)
         return
-    x, *others = batch_tensors(batch)
+    x, *other_inputs = batch_tensors(batch)
+    # Token ids are only repeated, which takes little memory, so all rows are made and sliced.
     if not x.is_floating_point():
-        whole = make_model_input(batch, smoothing, numbers, seed)
+        all_rows = make_model_input(batch, smoothing, numbers, seed)
         for part in slices(rows, size):
-            yield whole.take(part)
+            yield all_rows.take(part)
         return
+    # Floats are perturbed part by part.
     for noise in smoothing.noise(tuple(x.shape[1:]), numbers[0], seed).split(size):
-        repeated = [t.repeat_interleave(len(noise), dim=0) for t in others]
+        repeated = [t.repeat_interleave(len(noise), dim=0) for t in other_inputs]
         yield ModelInput(with_tensors(batch, [x + noise.to(x), *repeated]))
 
 
 def wants_channels_last(model_input: ModelInput) -> bool:
     """Whether the input is a batch of images, on which convolutions are faster in channels-last.
 
-    Not for a single channel: both memory formats then look alike, and torch would convert back and
-    forth.
+    False for a single channel: both memory formats then look alike, and torch would convert back
+    and forth.
     """
     x = batch_tensors(model_input.batch)[0]
     return x.ndim == 4 and x.shape[1] > 1 and x.is_floating_point()
@@ -149,9 +157,9 @@ def wants_channels_last(model_input: ModelInput) -> bool:
 
 def in_channels_last(model_input: ModelInput) -> ModelInput:
     """Convert the rows to channels-last, the memory format in which convolutions are fastest."""
-    first, *others = batch_tensors(model_input.batch)
-    first = first.contiguous(memory_format=torch.channels_last)
-    return replace(model_input, batch=with_tensors(model_input.batch, [first, *others]))
+    main_input, *other_inputs = batch_tensors(model_input.batch)
+    main_input = main_input.contiguous(memory_format=torch.channels_last)
+    return replace(model_input, batch=with_tensors(model_input.batch, [main_input, *other_inputs]))
 
 
 def forward_logits(
@@ -174,22 +182,23 @@ def forward_logits(
         QualmsError: if the model fails, or returns anything but finite logits [rows, classes].
     """
     rows = num_samples(model_input.batch)
-    noisy = None
+    noisy_embedding = None
     with ExitStack() as stack:
         if model_input.embedding_noise is not None:
-            noisy = stack.enter_context(NoisyEmbedding(model_input.embedding_noise))
+            noisy_embedding = NoisyEmbedding(model_input.embedding_noise)
+            stack.enter_context(noisy_embedding)
         stack.enter_context(ContiguousGroupNorm())
-        # torch's derivatives may be wrong for one image.
+        # Without this, torch's derivatives may be wrong for a single image.
         if rows == 1 and torch.is_grad_enabled():
             stack.enter_context(ContiguousBatchNormGrad())
         for mode in modes:
             stack.enter_context(mode)
         # Copied inside the modes, so that a mode sees which tensors are the input.
         copies = [t.clone() for t in batch_tensors(model_input.batch)]
-        if noisy is not None:
-            noisy.ids = copies[0]
+        if noisy_embedding is not None:
+            noisy_embedding.ids = copies[0]
         output = call_model(model, with_tensors(model_input.batch, copies))
-    if noisy is not None and not noisy.done:
+    if noisy_embedding is not None and not noisy_embedding.done:
         raise QualmsError(
             "x is discrete and no embedding of the model reads it, so it cannot be perturbed; use "
             "regrad+layers, entropy or perturb-theta, or pass the embedded input."
@@ -213,9 +222,9 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
         )
 
     def explain(error: Exception) -> QualmsError:
-        """Name the shapes and types that the model did not accept."""
-        kinds = [f"{tuple(t.shape)} {t.dtype}" for t in batch_tensors(batch)]
-        shapes = ", ".join(kinds).replace("torch.", "")
+        """Make an error that names the shapes and dtypes that the model did not accept."""
+        tensor_kinds = [f"{tuple(t.shape)} {t.dtype}" for t in batch_tensors(batch)]
+        shapes = ", ".join(tensor_kinds).replace("torch.", "")
         return QualmsError(f"the model does not accept x of {shapes}: {reason(error)}.")
 
     with explain_failure(explain, let_through=(NotBatchable,)), isolate_forward(model):
@@ -227,7 +236,9 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
 
 
 def logits_in(output: Any) -> Tensor:
-    """Find the logits in a model's output: the output itself, its `.logits`, or a tuple's first item.
+    """Find the logits in a model's output.
+
+    They are the output itself, its attribute or key `logits`, or the first item of a tuple or list.
 
     Raises:
         QualmsError: if there is no float tensor in any of these places.
@@ -260,7 +271,7 @@ def validate_logits(output: Any, rows: int) -> Float[Tensor, "rows classes"]:
     if logits.ndim > 2 and shape[0] == rows:
         raise QualmsError(
             f"the model returns logits of shape {shape}, so it predicts at many positions; pass "
-            "class_dim= to qualms.Scorer, the axis of the classes: -1 for language models, 1 for "
+            "the axis of the classes to qualms.Scorer as class_dim=: -1 for language models, 1 for "
             "segmentation."
         )
     if logits.ndim != 2 or shape[0] != rows or shape[1] < 2:

@@ -29,13 +29,13 @@ from qualms.gradients.tracing.param_use import TracePair, UseOrder, Weights, lar
 from qualms.gradients.tracing.recorder import Recorder, collapses_rows
 from qualms.gradients.tracing.traced_forward import require_uses_that_vary, trace_forward
 
-# A pass whose largest result takes more leaves the processor's cache.
+# Bytes of the largest result of a pass that stays in the processor's cache.
 CACHED_BYTES = 2**22
-# A pass over fewer rows costs more per row than the cache saves.
+# With fewer rows a pass costs more for each row than the processor's cache saves.
 MIN_ROWS = 4
-# Rows among which planning looks for two that differ.
+# The number of rows among which planning looks for two that differ.
 PLANNING_ROWS = 16
-# Bytes of a block of directions, with its copies while it is cast to the model's precision.
+# Bytes of a block of directions and of its copies while it is cast to the model's precision.
 BLOCK_AND_COPIES = 4 * BLOCK_BYTES
 
 
@@ -68,9 +68,9 @@ class Plan(ModelProfile):
         weights: leaf tensors that replace the parameters in traced passes.
         use_order: the order in which the forward pass uses the parameters.
         row_bytes: the bytes that autograd saves for one row.
-        factors: the gradient factors of one row, without their graph: what each use of a parameter
-            contributes to its gradient, kept for the sizes.
-        itemsize: the bytes of one number of the logits.
+        factors: the gradient factors of one row (what each use of a parameter contributes to its
+            gradient), of which only the sizes are kept, not the graph.
+        itemsize: the bytes of one logit.
         last_product: the last linear layer; None if the model does not end in one.
         is_reused: whether the plan was made for another batch.
     """
@@ -88,8 +88,8 @@ class Plan(ModelProfile):
     def serves(self, request: GradientRequest) -> bool:
         """Whether the plan can be reused for a request with samples of the same shapes.
 
-        A plan that traced one row alone cannot separate rows. It serves several rows only if memory
-        forces them to run one by one anyway.
+        A plan without a trace of two rows cannot separate rows. It serves several rows only if they
+        have to run one at a time anyway, because two do not fit the budget.
         """
         rows = request.num_samples * request.rows_per_sample
         return self.trace_pair is not None or rows == 1 or self.is_too_large(2, request.budget)
@@ -102,19 +102,19 @@ class Plan(ModelProfile):
         """
         return self.mixes_samples or not recorder.use_order.fixed
 
-    # Counted work, in multiplications.
+    # The work, in multiplications.
 
     def pass_cost(
         self,
         directions: int,
         names: frozenset[str] | None = None,
     ) -> float:
-        """Multiplications of one backward pass, norms included, as a share of those of a forward pass.
+        """Estimate the cost of one backward pass with its norms, relative to a forward pass.
 
-        Both are counted for one row.
+        The cost is the number of multiplications for one row.
 
         Args:
-            directions: the number of backward passes that share the work on activations.
+            directions: the number of backward passes; work on activations is done once for all.
             names: the names of the parameters whose gradients are wanted; None for all. Layers
                 without any of these parameters are not counted.
         """
@@ -122,80 +122,91 @@ class Plan(ModelProfile):
         for factor in self.factors:
             multiplications = _forward_multiplications(factor)
             forward += multiplications
-            if names is None or not names.isdisjoint(roots(factor.target, self.weights)):
+            is_wanted = names is None or bool(names & roots(factor.target, self.weights))
+            if is_wanted:
                 backward += multiplications + count_multiplications(factor, 1, directions)
         return backward / max(1, forward)
 
     def passes_for_all_classes(self, request: GradientRequest) -> int:
-        """The number of backward passes for the gradients of all C classes of one row.
+        """Return the number of backward passes for the gradients of all C classes of one row.
 
-        C, or D + 2 where going through the last layer's D features is cheaper.
+        It is C, or D + 2 where going through the last layer's D features is cheaper.
         """
         one_row = replace(request, smoothing=None, gram=False)
         if self.last_product is not None and self._prefers_last_layer(one_row, ("classes",)):
-            return self.last_product.weight.shape[1] + 2
+            num_features = self.last_product.weight.shape[1]
+            return num_features + 2
         return self.classes
 
     def workload(self, request: GradientRequest) -> Workload:
-        """Describe the work on each sample of a request, by the cheaper of two ways.
+        """Describe the work on each sample of a request, done in the cheaper of two ways.
 
-        These are a pass for each direction, or passes via the last layer's features.
+        One way takes a backward pass for each direction, the other goes via the last layer's
+        features.
         """
         rows = request.rows_per_sample
         if self._prefers_last_layer(request, request.directions.names):
             return Workload(rows, request.kind, self.classes, via_last_layer=True)
-        return Workload(rows, request.kind, request.directions.size(self.classes))
+        num_directions = request.directions.num_directions(self.classes)
+        return Workload(rows, request.kind, num_directions)
 
     def _prefers_last_layer(
         self,
         request: GradientRequest,
         directions: tuple[str, ...],
     ) -> bool:
-        """Whether gradients via the last layer's features are cheaper for all classes, and fit.
+        """Whether it is better to compute the gradients of all classes via the last layer's features.
 
-        They need more memory, so that too few samples might run at once.
+        It must take fewer multiplications. It also needs more memory, so enough rows must still run
+        at once.
 
         Args:
             request: the request, with its rows per sample, kind of norm and budget.
             directions: the names of the sets of directions; the sets must include `classes`.
         """
-        last, rows = self.last_product, request.rows_per_sample
+        last, rows_per_sample = self.last_product, request.rows_per_sample
         if last is None or request.kind != "l2" or "classes" not in directions:
             return False
-        if not last.pays(rows):
+        if not last.is_cheaper(rows_per_sample):
             return False
-        work = Workload(rows, "l2", self.classes, via_last_layer=True)
-        at_once = self._samples_within(request.budget, work) * rows
-        classes, width = last.weight.shape
-        return at_once * classes >= MIN_ROWS * (width + 2)
+        work = Workload(rows_per_sample, "l2", self.classes, via_last_layer=True)
+        rows_at_once = self._samples_within(request.budget, work) * rows_per_sample
+        num_classes, num_features = last.weight.shape
+        # The more passes are saved (D + 2 instead of C), the fewer rows may run at once.
+        return rows_at_once * num_classes >= MIN_ROWS * (num_features + 2)
 
-    # Counted memory.
+    # The memory, in bytes.
 
     def samples_at_once(self, budget: int, work: Workload) -> int:
-        """How many samples to run at once; 0 if the rows of a single sample do not fit the budget.
+        """Return how many samples to run at once; 0 if a single sample does not fit the budget.
 
-        On a CPU no more than keep the largest result in the processor's cache.
+        On a CPU, the largest result of that many samples should stay in the processor's cache.
 
         Args:
             budget: the bytes that may be used.
             work: what is computed for each sample.
         """
-        affordable = self._samples_within(budget, work)
+        rows = work.rows_per_sample
+        num_samples = self._samples_within(budget, work)
+        # With a trace of one row alone, samples cannot be told apart.
         if self.trace_pair is None:
-            affordable = min(affordable, 1)
+            num_samples = min(num_samples, 1)
         if self.weights.device.type == "cpu":
-            rows = work.rows_per_sample
-            in_cache = CACHED_BYTES // max(1, self.largest_result * rows)
-            affordable = min(affordable, max(in_cache, -(-MIN_ROWS // rows)))
-        if affordable == 0 and (work.rows_per_sample == 1 or self.trace_pair is not None):
-            # Alone, a sample takes less memory.
-            affordable = int(self._sample_bytes(work, is_alone=True) <= budget)
-        return affordable
+            samples_in_cache = CACHED_BYTES // max(1, self.largest_result * rows)
+            min_samples = -(-MIN_ROWS // rows)  # rounded up
+            num_samples = min(num_samples, max(samples_in_cache, min_samples))
+        if num_samples == 0 and (rows == 1 or self.trace_pair is not None):
+            # The only sample of a chunk takes less memory.
+            num_samples = int(self._sample_bytes(work, is_alone=True) <= budget)
+        return num_samples
 
     def rows_at_once(self, budget: int) -> int:
-        """How many rows of one sample fit a budget, beside its gradients written out in full.
+        """Return how many rows of one sample fit a budget, together with two full gradients.
 
-        1 if only one row was traced: rows cannot be told apart then.
+        It is 1 if only one row was traced: rows cannot be told apart then.
+
+        Args:
+            budget: the bytes that may be used.
         """
         if self.trace_pair is None:
             return 1
@@ -208,54 +219,54 @@ class Plan(ModelProfile):
 
     @property
     def min_bytes(self) -> int:
-        """The smallest memory that can work: bytes of one row and one of its gradients."""
+        """The bytes without which nothing can run: those of one row and of one of its gradients."""
         return 2 * self.row_bytes + 2 * self.gradient_bytes
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradient of all parameters along one direction, written out."""
+        """The bytes of the gradient of all selected parameters along one direction."""
         return sum(self.itemsize * leaf.numel() for leaf in self.weights.leaves.values())
 
     def _samples_within(self, budget: int, work: Workload) -> int:
-        """How many samples' memory fits a budget, beside one block of directions."""
+        """Return how many samples fit a budget, together with one block of directions."""
         return max(0, budget - BLOCK_AND_COPIES) // self._sample_bytes(work)
 
     def _sample_bytes(self, work: Workload, is_alone: bool = False) -> int:
-        """Bytes that the work on one sample takes.
+        """Estimate the bytes that the work on one sample takes.
 
         Args:
             work: what is computed for the sample.
             is_alone: whether the sample is the only one of its chunk; large convolution windows
                 are then not copied.
         """
-        rows, number = work.rows_per_sample, work.directions
+        rows, directions = work.rows_per_sample, work.directions
         is_gram = work.kind == "gram"
-        graphs = number + 2 if is_gram else 2
-        # What autograd saves, as much again for the cotangents of each direction if inner products
-        # are computed, and the largest result with its gradient.
+        # What autograd saves, and as much for the cotangents; those of all directions are held
+        # together if inner products are computed. The largest result exists with its gradient.
+        graphs = directions + 2 if is_gram else 2
         total = rows * (self.row_bytes * graphs + 2 * self.largest_result)
-        largest = 0
+        largest_gradient = 0
         for factor in self.factors:
-            largest = max(largest, factor.gradient.numel)
+            largest_gradient = max(largest_gradient, factor.gradient.numel)
             if isinstance(factor.gradient, Outer):
-                total += self.itemsize * factor.gradient.count_stored(rows, number, is_alone)
-        total += self.itemsize * largest * (number if is_gram else 2)
+                total += self.itemsize * factor.gradient.count_stored(rows, directions, is_alone)
+        total += self.itemsize * largest_gradient * (directions if is_gram else 2)
         # One direction, its probabilities, and temporaries of the same size.
         total += 6 * DOUBLE * rows * self.classes
-        results = 2 * DOUBLE * number * len(self.weights.leaves)  # norms of all parameters, twice
-        total += results * (number if is_gram else 1)
+        # The norms or inner products of all parameters, twice.
+        results = directions * (directions if is_gram else 1)
+        total += 2 * DOUBLE * results * len(self.weights.leaves)
         if work.via_last_layer and self.last_product is not None:
-            total += self.itemsize * self.last_product.numbers_held(rows)
+            total += self.itemsize * self.last_product.count_numbers_held(rows)
         return total
 
 
 def _forward_multiplications(factor: GradFactor) -> int:
-    """Multiplications of the forward operation that the factor belongs to, on one row."""
+    """Count the multiplications of a factor's operation in the forward pass over one row."""
     if not isinstance(factor.gradient, Outer):
         return factor.gradient.work
-    # Positions, output features, input features, groups.
-    t, o, f, g = factor.gradient.sizes
-    return t * o * f * g
+    positions, out_features, in_features, groups = factor.gradient.sizes
+    return positions * out_features * in_features * groups
 
 
 def make_plan(request: GradientRequest) -> Plan | Fallback:
@@ -265,24 +276,26 @@ def make_plan(request: GradientRequest) -> Plan | Fallback:
         request: the request to plan for.
 
     Returns:
-        The plan; a `Fallback` if the traces do not agree with plain autograd.
+        The plan; a `Fallback` if the samples cannot be traced, or the traces do not agree with plain
+        autograd.
 
     Raises:
         QualmsError: if the first sample has no gradient, or the model is random.
     """
-    first_rows = request.rows(slice(0, max(2, PLANNING_ROWS // request.rows_per_sample)))
+    first_rows = request.make_rows(slice(0, max(2, PLANNING_ROWS // request.rows_per_sample)))
     first = FirstSample.of(request.model, first_rows, request.selected, _norm)
     if not first.gradient:
         require_uses_that_vary(request.model, first_rows)
         return Fallback("the first input uses none of the selected parameters")
-    # Plain autograd succeeded, so whatever fails from here on is due to the tracing.
+    # Plain autograd has succeeded, so a failure from here on is due to the tracing.
     planning = _Planning(request.model, first_rows, request.selected, first)
     return attempt("trace the first samples", partial(planning.run, request.budget))
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    """‖g‖ of one gradient, [1]; summed in at least float32."""
-    return sum_of_squares(at_least_float32(gradient).reshape(1, -1)).sqrt()
+    """Compute ‖g‖ of a parameter's gradient g, as a tensor [1]."""
+    flat = at_least_float32(gradient).reshape(1, -1)
+    return sum_of_squares(flat).sqrt()
 
 
 @dataclass(frozen=True)
@@ -302,7 +315,7 @@ class _Planning:
     first: FirstSample
 
     def run(self, budget: int) -> Plan:
-        """Trace one row, then two where there are two and they fit the budget.
+        """Trace one row, then two if there are two and they fit the budget, and make the plan.
 
         Args:
             budget: the bytes that the work on one chunk of samples may take.
@@ -314,68 +327,75 @@ class _Planning:
             NotBatchable: if a traced gradient differs from plain autograd's, or all rows are equal.
         """
         rows = num_samples(self.first_rows.batch)
-        plan, one = self._trace_one(several=rows > 1)
+        plan, trace_of_one = self._trace_one(has_more_rows=rows > 1)
         if rows == 1:
             return plan
-        second = self._second_row()
-        if second is None:
+        second_row = self._second_row()
+        if second_row is None:
             raise NotBatchable("all inputs are the same")
         if plan.is_too_large(2, budget):
             return plan
-        pair = plan.reformat(self.first_rows.take([0, second]))
-        _, two = trace_forward(self.model, pair, plan.weights, None)
-        mixes_samples = collapses_rows(one.shapes, two.shapes)
-        traces = TracePair(one.param_uses, two.param_uses).compact()
-        del one, two  # and their graphs
-        self._require_same_gradient(plan, pair, traces)
+        two_rows = plan.reformat(self.first_rows.take([0, second_row]))
+        _, trace_of_two = trace_forward(self.model, two_rows, plan.weights, None)
+        mixes_samples = collapses_rows(trace_of_one.shapes, trace_of_two.shapes)
+        traces = TracePair(trace_of_one.param_uses, trace_of_two.param_uses).compact()
+        # Frees their graphs before the next pass.
+        del trace_of_one, trace_of_two
+        self._require_same_gradient(plan, two_rows, traces)
         return replace(plan, trace_pair=traces, mixes_samples=mixes_samples)
 
-    def _trace_one(self, several: bool) -> tuple[Plan, Recorder]:
+    def _trace_one(self, has_more_rows: bool) -> tuple[Plan, Recorder]:
         """Make a plan from the first row, whose traced gradient must equal plain autograd's.
 
-        Returns the plan and the recorder of the trace.
+        Images are traced in the channels-last memory format if possible. For a single image,
+        convolutions are as fast in the contiguous format, which batch normalization needs then.
 
         Args:
-            several: whether there are further rows. For a single image, convolutions are as fast in
-                the contiguous memory format, which batch normalization needs then.
+            has_more_rows: whether there are further rows.
+
+        Returns:
+            The plan, and the recorder of the trace.
         """
-        if several and wants_channels_last(self.first.rows):
-            # `view` of what a convolution returns needs the plain memory format.
+        if has_more_rows and wants_channels_last(self.first.rows):
+            # This fails if the model calls `view` on the result of a convolution.
             run = partial(self._trace_first_row, channels_last=True)
-            traced = attempt("trace images in channels-last format", run)
-            if not isinstance(traced, Fallback):
-                return self._plan_from(traced, channels_last=True), traced.recorder
-        traced = self._trace_first_row(channels_last=False)
-        return self._plan_from(traced, channels_last=False), traced.recorder
+            trace = attempt("trace images in channels-last format", run)
+            if not isinstance(trace, Fallback):
+                return self._plan_from(trace, channels_last=True), trace.recorder
+        trace = self._trace_first_row(channels_last=False)
+        return self._plan_from(trace, channels_last=False), trace.recorder
 
     def _trace_first_row(self, channels_last: bool) -> "_FirstTrace":
-        """Trace the first row, images and kernels in channels-last memory format if asked for."""
+        """Trace the first row, with images and kernels in channels-last memory format if asked for."""
         row = self.first.rows
         weights = Weights.of(self.selected, self.model.parameters(), channels_last)
+        # Parameters exist anyway, so they do not count as saved.
         constants = {t.untyped_storage().data_ptr() for t in weights.stand_in.values()}
-        with saved_bytes(constants) as total:
+        with saved_bytes(constants) as num_bytes:
             formatted = in_channels_last(row) if channels_last else row
             logits, recorder = trace_forward(self.model, formatted, weights, None)
-        return _FirstTrace(weights, logits, recorder, total[0])
+        return _FirstTrace(weights, logits, recorder, saved_bytes=num_bytes[0])
 
-    def _plan_from(self, traced: "_FirstTrace", channels_last: bool) -> Plan:
+    def _plan_from(self, trace: "_FirstTrace", channels_last: bool) -> Plan:
         """Make the plan of a single row from its trace.
 
         Args:
-            traced: the traced pass over the first row.
+            trace: the traced pass over the first row.
             channels_last: whether it ran in the channels-last memory format.
 
         Raises:
             NotBatchable: if logits or gradient norms differ from those of plain autograd.
         """
-        logits, recorder, first = traced.logits, traced.recorder, self.first
+        logits, recorder, first = trace.logits, trace.recorder, self.first
         direction = random_direction(logits)
-        pullback = Pullback(logits, recorder.factors, traced.weights, 1)
+        pullback = Pullback(logits, recorder.factors, trace.weights, samples=1)
         norms = measure(pullback, direction, "l2")
         same_logits = close_logits(logits.detach(), first.logits, first.precision)
         if not same_logits or not self._is_expected(norms):
             raise NotBatchable("the recorded gradient differs from plain autograd's")
-        last = LastProduct.of(pullback)
+        last_product = LastProduct.of(pullback)
+        if last_product is not None:
+            last_product = last_product.without_graph()
         return Plan(
             classes=logits.shape[1],
             largest_result=largest_result(recorder.param_uses),
@@ -383,12 +403,12 @@ class _Planning:
             precision=first.precision,
             trace_pair=None,
             mixes_samples=False,
-            weights=traced.weights,
+            weights=trace.weights,
             use_order=recorder.use_order,
-            row_bytes=traced.saved_bytes,
+            row_bytes=trace.saved_bytes,
             factors=[factor.without_graph() for factor in recorder.factors],
             itemsize=logits.element_size(),
-            last_product=last and last.without_graph(),
+            last_product=last_product,
         )
 
     def _is_expected(self, norms: dict[str, Tensor]) -> bool:
@@ -401,32 +421,34 @@ class _Planning:
 
         Two equal rows would not show whether one row's results are taken for the other's.
         """
-        for i in range(1, num_samples(self.first_rows.batch)):
+        batch = self.first_rows.batch
+        for i in range(1, num_samples(batch)):
+            # Token ids are equal in all copies of a sample, but their embeddings get other noise.
             if self.first_rows.embedding_noise is not None:
-                # Token ids repeat, but each row gets other noise.
                 return i
-            if any(not torch.equal(t[0], t[i]) for t in batch_tensors(self.first_rows.batch)):
+            if any(not torch.equal(t[0], t[i]) for t in batch_tensors(batch)):
                 return i
         return None
 
     def _require_same_gradient(
         self,
         plan: Plan,
-        pair: ModelInput,
+        two_rows: ModelInput,
         traces: TracePair,
     ) -> None:
-        """Raise an error unless the first of two rows has the gradient that it has alone.
+        """Raise an error unless the first of two rows has the same gradient as when it runs alone.
 
         Args:
             plan: the plan made from the first row.
-            pair: the two rows.
+            two_rows: the first row and another one.
             traces: the traces of one row and of two.
 
         Raises:
             NotBatchable: if the gradient differs.
         """
-        logits, recorder = trace_forward(self.model, pair, plan.weights, traces)
+        logits, recorder = trace_forward(self.model, two_rows, plan.weights, traces)
         direction = random_direction(logits)
+        # The second row's cotangent is zero.
         only_first = torch.cat([direction, torch.zeros_like(direction)], dim=1)
         pullback = Pullback(logits, recorder.factors, plan.weights, samples=2)
         norms = measure(pullback, only_first, "l2")

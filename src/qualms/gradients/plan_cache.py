@@ -12,9 +12,9 @@ from qualms.gradients.fallback import Fallback
 from qualms.gradients.precision import look_like_probabilities
 
 T = TypeVar("T")
-# First the kind of the cached value, which decides its type; then what it depends on (shapes, names).
+# The kind of the cached value, such as "memory of a row", then what it depends on (shapes, names).
 Key = tuple[Hashable, ...]
-# The most values of a kind: plans hold traces, and samples may come in any number of shapes.
+# The most values of one kind: plans hold traces, and samples may come in any number of shapes.
 MAX_PER_KIND = 8
 PROBABILITIES = (
     "the model's outputs look like probabilities (none is negative, and each row sums to 1), but "
@@ -29,41 +29,48 @@ class PlanCache:
     The owner of a cache replaces it when the weights change.
 
     Attributes:
-        found: the cached values by key, the most recently used at the end.
+        entries: the cached values by key, the most recently used at the end.
         warned: the warnings that the user has already seen.
     """
 
-    found: dict[Key, object] = field(default_factory=dict)
+    entries: dict[Key, object] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
     def get(self, key: Key, kind: type[T]) -> T | None:
-        """The cached value of a key; None if there is none of type `kind`."""
-        if key in self.found:
-            self.found[key] = self.found.pop(key)
-        found = self.found.get(key)
-        return found if isinstance(found, kind) else None
+        """Return the cached value of a key; None if there is no value of type `kind`."""
+        if key not in self.entries:
+            return None
+        self._mark_as_used(key)
+        value = self.entries[key]
+        return value if isinstance(value, kind) else None
 
-    def keep(self, key: Key, finding: object) -> None:
-        """Cache a value; if its kind has too many, drop the least recently used."""
-        self.found.pop(key, None)
-        of_kind = [other for other in self.found if other[0] == key[0]]
-        for oldest in of_kind[: max(0, len(of_kind) + 1 - MAX_PER_KIND)]:
-            del self.found[oldest]
-        self.found[key] = finding
+    def keep(self, key: Key, value: object) -> None:
+        """Cache a value; if there are too many of its kind, drop the least recently used of them."""
+        self.entries.pop(key, None)
+        keys_of_kind = [cached for cached in self.entries if cached[0] == key[0]]
+        num_excess = max(0, len(keys_of_kind) + 1 - MAX_PER_KIND)
+        # The least recently used come first.
+        for excess_key in keys_of_kind[:num_excess]:
+            del self.entries[excess_key]
+        self.entries[key] = value
 
     def forget(self, key: Key) -> None:
         """Drop a cached value that does not hold for later batches."""
-        self.found.pop(key, None)
+        self.entries.pop(key, None)
 
-    def once(self, key: Key, find: Callable[[], T]) -> T:
-        """The cached value of a key; computed by `find` the first time."""
-        if key not in self.found:
-            self.keep(key, find())
-        self.found[key] = self.found.pop(key)
-        return cast(T, self.found[key])
+    def get_or_compute(self, key: Key, compute: Callable[[], T]) -> T:
+        """Return the cached value of a key; call `compute` for it if there is none."""
+        if key not in self.entries:
+            self.keep(key, compute())
+        self._mark_as_used(key)
+        return cast(T, self.entries[key])
+
+    def _mark_as_used(self, key: Key) -> None:
+        """Move the value of a key to the end: the most recently used."""
+        self.entries[key] = self.entries.pop(key)
 
     def warn_slow(self, fallback: Fallback) -> None:
-        """Warn that samples run one at a time; once for each reason."""
+        """Warn that samples run one at a time, once for each reason of a fallback."""
         self._warn_once(
             fallback.reason,
             f"falling back to one sample at a time (exact, slow): {fallback.reason}.",
@@ -75,7 +82,9 @@ class PlanCache:
         if PROBABILITIES not in self.warned and look_like_probabilities(logits):
             self._warn_once(PROBABILITIES, PROBABILITIES, ProbabilitiesWarning)
 
-    def _warn_once(self, what: str, message: str, category: type[Warning]) -> None:
-        if what not in self.warned:
-            self.warned.add(what)
+    def _warn_once(self, cause: str, message: str, category: type[Warning]) -> None:
+        """Issue a warning unless the user has already been warned of the same cause."""
+        if cause not in self.warned:
+            self.warned.add(cause)
+            # The warning names the caller of the method that called this one.
             warnings.warn(message, category, stacklevel=3)

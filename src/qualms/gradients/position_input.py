@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError
 from qualms.gradients.batch import Batch, take_samples
 from qualms.gradients.isolation import isolate_forward
-from qualms.gradients.layers import Params, selected_parameters
+from qualms.gradients.layers import Params, select_parameters
 from qualms.gradients.model_input import logits_in
 
 # Prefix of the model's parameter names inside `AtPositions`.
@@ -37,7 +37,7 @@ TOKEN_ARGUMENTS = (  # arguments with an entry for each token
 
 @dataclass(frozen=True)
 class SampleAlone:
-    """One sample of a batch, its padding cut off.
+    """One sample of a batch, without its padding.
 
     Attributes:
         batch: the sample as a batch of one, without padding.
@@ -51,54 +51,60 @@ class SampleAlone:
 
     @classmethod
     def of(cls, batch: Batch, number: int) -> "SampleAlone":
-        """Take sample `number` of a batch and cut off its padding.
+        """Take one sample of a batch and cut off its padding.
 
         Padding is what the attention mask hides before the first and after the last token. Masks of
         an encoder and a decoder are handled separately.
 
+        Args:
+            batch: the samples.
+            number: the index of the sample in the batch.
+
         Raises:
             QualmsError: if the attention mask of the sample keeps no token.
         """
-        one = take_samples(batch, slice(number, number + 1))
-        if not isinstance(one, dict):
-            return cls(one)
+        sample = take_samples(batch, slice(number, number + 1))
+        if not isinstance(sample, dict):
+            return cls(sample)
         kept = None
         length = 0
         for side in ("", DECODER):
-            mask = one.get(side + MASK)
+            mask = sample.get(side + MASK)
             if mask is None or mask.ndim != 2:
                 continue
-            live = mask[0].bool().nonzero().flatten()
-            if len(live) == 0:
+            tokens = mask[0].bool().nonzero().flatten()
+            if len(tokens) == 0:
                 raise QualmsError(
-                    f"the {side + MASK} of input {number} of the batch masks all of it; leave this "
-                    "input out."
+                    f"the {side + MASK} of input {number} of the batch masks every token; leave "
+                    "this input out."
                 )
-            first, last = int(live[0]), int(live[-1])
-            # Where a mask has holes, the model itself must know what to do with it.
-            has_holes = len(live) != last - first + 1
-            if has_holes or len(live) == mask.shape[1]:
+            first, last = int(tokens[0]), int(tokens[-1])
+            # A mask with holes is left to the model.
+            has_holes = len(tokens) != last - first + 1
+            has_padding = len(tokens) < mask.shape[1]
+            if has_holes or not has_padding:
                 continue
-            one = _cut(one, side, slice(first, last + 1), mask.shape[1])
-            if side == _answering_side(one):
-                kept, length = live, mask.shape[1]
-        return cls(one, kept, length)
+            sample = _cut_tokens(sample, side, slice(first, last + 1), mask.shape[1])
+            # The positions of the logits are those of this side's tokens.
+            if side == _answering_side(sample):
+                kept, length = tokens, mask.shape[1]
+        return cls(sample, kept, length)
 
     def require_fit(self, positions: int) -> None:
-        """Raise an error if padding was cut off and the model does not answer once for each token.
+        """Raise an error unless the model returned logits for each token, if padding was cut off.
 
         Args:
             positions: the number of positions at which the model returned logits.
         """
         if self.kept is not None and positions != len(self.kept):
-            raise _mismatch(str(positions), len(self.kept))
+            raise _mismatch_error(str(positions), len(self.kept))
 
-    def put_back(self, values: Tensor, missing: float) -> Tensor:
-        """Write values [t, …] of the sample without padding to their positions with padding.
+    def restore_padding(self, values: Tensor, missing: float) -> Tensor:
+        """Write the values of t tokens to their positions in the padded sample.
 
         Args:
-            values: one value for each position without padding.
-            missing: the value that padding gets, such as NaN.
+            values: values [t, …] of the tokens.
+            missing: the value for padding, such as NaN.
 
         Returns:
             Values [length, …]; `values` itself if no padding was cut off.
@@ -111,21 +117,25 @@ class SampleAlone:
         return padded
 
     def remove_padding(self, values: Tensor) -> Tensor:
-        """Select the values at tokens from values [length, …] at all positions, padding included."""
+        """Select the values [t, …] at the t tokens from values at all positions of the padded sample.
+
+        Args:
+            values: values [length, …], those at padding included.
+        """
         if self.kept is None:
             return values
         return values[self.kept.to(values.device)]
 
     def position_without_padding(self, position: int) -> int | None:
-        """Map a position of the padded sample to the unpadded one; None for padding."""
+        """Return which token is at a position of the padded sample; None for padding."""
         if self.kept is None:
             return position
         matches = (self.kept == position).nonzero()
         return int(matches[0]) if len(matches) else None
 
 
-def _mismatch(positions: str, tokens: int) -> QualmsError:
-    """Build the error for a model whose positions do not match the tokens of the attention mask.
+def _mismatch_error(positions: str, tokens: int) -> QualmsError:
+    """Make the error for a model whose positions do not match the tokens of the attention mask.
 
     Args:
         positions: the number or shape of the positions, as text for the message.
@@ -133,7 +143,7 @@ def _mismatch(positions: str, tokens: int) -> QualmsError:
     """
     return QualmsError(
         f"the model predicts at {positions} positions for {tokens} tokens, so it is not clear "
-        "which of them the attention mask excludes; pass one text at a time, without padding."
+        "which positions the attention mask excludes; pass one text at a time, without padding."
     )
 
 
@@ -141,7 +151,7 @@ def live_positions(
     batch: Batch,
     shape: tuple[int, ...],
 ) -> Bool[Tensor, "b t"] | None:
-    """Return which positions a batch's attention mask keeps; None if there is no padding.
+    """Return a mask of the t positions that are not padding; None if there is no padding.
 
     Args:
         batch: the samples.
@@ -156,30 +166,31 @@ def live_positions(
     if mask is None or mask.ndim != 2 or bool(mask.bool().all()):
         return None
     if tuple(mask.shape[1:]) != shape:
-        raise _mismatch(" x ".join(map(str, shape)), mask.shape[1])
+        raise _mismatch_error(" x ".join(map(str, shape)), mask.shape[1])
     return mask.bool()
 
 
 def _answering_side(batch: dict[str, Tensor]) -> str:
-    """The name prefix of the arguments whose positions the logits belong to.
+    """Return the name prefix of the arguments whose tokens the model's logits belong to.
 
-    `decoder_` if the batch has arguments of a decoder, else the empty string.
+    It is `decoder_` if the batch has arguments of a decoder, else the empty string.
     """
     has_decoder = any(name.startswith(DECODER) for name in batch)
     return DECODER if has_decoder else ""
 
 
-def _cut(
+def _cut_tokens(
     batch: dict[str, Tensor],
     side: str,
     part: slice,
     length: int,
 ) -> dict[str, Tensor]:
-    """Cut the arguments of the encoder or the decoder to a part of the tokens.
+    """Keep only some of the tokens in the arguments of the encoder or the decoder.
 
     Args:
-        batch: one sample, its arguments by name.
-        side: the name prefix of the arguments to cut: `DECODER`, or none for the encoder.
+        batch: one sample: the model's arguments by name.
+        side: the name prefix of the arguments to cut: `DECODER`, or an empty string for the encoder
+            (or a model without decoder).
         part: the tokens to keep.
         length: the number of tokens with padding.
 
@@ -191,10 +202,11 @@ def _cut(
         is_long = t.ndim >= 2 and t.shape[1] == length
         if name.startswith(side) and name.removeprefix(side) in TOKEN_ARGUMENTS:
             cut[name] = t[:, part] if is_long else t
+        # Any other argument of this length might have an entry for each token as well.
         elif is_long and side == "" and not name.startswith((DECODER, ENCODER)):
             raise QualmsError(
-                f"{name} of x is as long as its padded texts, so it is not clear whether it has an "
-                "entry for each token; pass one text at a time, without padding."
+                f"{name} of x is as long as the padded texts, so it is not clear whether {name} "
+                "has one entry per token; pass one text at a time, without padding."
             )
     return cut
 
@@ -202,7 +214,11 @@ def _cut(
 def name_arguments(model: nn.Module, batch: Batch) -> Batch:
     """Turn a tuple into a dict by the model's argument names, if one of them is an attention mask.
 
-    Padding is found by the name of the mask. Any other batch is returned as it is.
+    Padding is found by the name of the mask. Any other batch is returned unchanged.
+
+    Args:
+        model: the model, whose `forward` names the arguments.
+        batch: the positional arguments, or any other batch.
     """
     if not isinstance(batch, tuple):
         return batch
@@ -217,10 +233,10 @@ def name_arguments(model: nn.Module, batch: Batch) -> Batch:
 
 
 class AtPositions(nn.Module):
-    """Wraps a model so that it returns the logits of P positions side by side, [b, P·c].
+    """Wraps a model with logits at many positions so that it returns those of P positions, [b, P·c].
 
-    To the engines the wrapped model is a classifier: with one position an ordinary one, with P
-    positions one with P·c logits, c for each position.
+    To the engines the wrapped model is a classifier with P·c logits, c for each position; with a
+    single position it is an ordinary classifier.
 
     Args:
         model: a model with logits at many positions.
@@ -238,7 +254,7 @@ class AtPositions(nn.Module):
         self.model = model
         self.class_dim = class_dim
         self.positions = positions
-        # Not `eval()`, which would change the modes of the model inside.
+        # Set directly, as `eval()` would change the mode of the inner model as well.
         self.training = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, "b pc"]:
@@ -269,6 +285,7 @@ def classes_last(output: Any, class_dim: int) -> Float[Tensor, "b *positions c"]
             "class_dim."
         )
     is_axis = -logits.ndim <= class_dim < logits.ndim
+    # Axis 0 counts the samples, so it is invalid too.
     axis = class_dim % logits.ndim if is_axis else 0
     if axis == 0 or shape[axis] < 2:
         raise QualmsError(
@@ -286,9 +303,10 @@ def inner_params(model: nn.Module, params: Params) -> Params:
         params: the user's selection, by the names of the model.
 
     Returns:
-        A selection for the wrapper, in which names begin with `model.`; None for all parameters.
+        A function from a name in the wrapper, which begins with `model.`, to whether the parameter
+        is selected; None for all parameters.
     """
     if params is None:
         return None
-    chosen = selected_parameters(model, params)
+    chosen = select_parameters(model, params)
     return lambda name: name.removeprefix(INNER) in chosen

@@ -10,25 +10,29 @@ from torch import Tensor
 from qualms.gradients.batch import tensors_in
 from qualms.gradients.function_modes import CallMode, run_function
 
-# The relative difference that rounding may make; COARSE_TOLERANCE for 16-bit types.
+# The relative difference that rounding may make, by float type; for 16-bit types it is coarser.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 COARSE_TOLERANCE = 0.1
-# A logit so far below the largest one is masked: its probability is 0.
+# A logit that is this much smaller than the largest one is masked: its probability is 0.
 MASKED_LOGIT = 100.0
-# A smaller sum of squares in float32 may have lost squares to underflow.
+# In a smaller sum of squares in float32, some squares may have underflowed.
 MIN_SQUARES = 1e-30
-# Rounding errors in a row of zeros, as a share of the largest row.
+# Rounding errors that a row of zeros may have, as a share of the largest row's entries.
 ZERO_ROW = 1e-6
-MAX_CONVERTED = 2**20  # numbers that are copied to float64 at a time
-# Rows of 16-bit numbers that must look like probabilities.
+# The most numbers of a gradient that are copied to float64 at a time.
+MAX_CONVERTED = 2**20
+# 16-bit logits look like probabilities only if there are this many rows.
 MIN_COARSE_ROWS = 4
 
 
-class Narrowest(CallMode):
+class CoarsestCast(CallMode):
     """A function mode that records the coarsest float type that a forward pass casts to.
 
-    Numbers are only as precise as the narrowest type they have gone through. A cast is an operation
-    whose result has a coarser type than all its arguments; the type is kept in `cast_to`.
+    Numbers are only as precise as the coarsest type that they have been cast to. Every operation
+    counts as a cast whose result has a coarser type than all of its arguments.
+
+    Attributes:
+        cast_to: the coarsest type so far; None before the first cast.
     """
 
     def __init__(self) -> None:
@@ -43,35 +47,33 @@ class Narrowest(CallMode):
             args: its positional arguments.
             kwargs: its keyword arguments.
         """
-        out = run_function(func, args, kwargs)
-        finest = None
-        for t in tensors_in((args, kwargs)):
-            if t.is_floating_point():
-                finest = t.dtype if finest is None else min(t.dtype, finest, key=_rounding)
-        if finest is None:
-            return out
-        for t in tensors_in(out):
+        result = run_function(func, args, kwargs)
+        argument_types = [t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+        if not argument_types:
+            return result
+        finest = min(argument_types, key=_rounding)
+        for t in tensors_in(result):
             if t.is_floating_point() and _rounding(t.dtype) > _rounding(finest):
-                self.cast_to = t.dtype if self.cast_to is None else coarser(t.dtype, self.cast_to)
-        return out
+                self.cast_to = coarser(t.dtype, self.cast_to or t.dtype)
+        return result
 
-    def of(self, logits: Tensor) -> torch.dtype:
-        """The type that limits the precision of a pass: the coarser of casts and of its logits."""
-        return logits.dtype if self.cast_to is None else coarser(logits.dtype, self.cast_to)
+    def precision_of(self, logits: Tensor) -> torch.dtype:
+        """Return the coarsest float type of a pass: among its casts and that of its logits."""
+        return coarser(logits.dtype, self.cast_to or logits.dtype)
 
 
 def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    """The coarser of two types: the type with the larger rounding error."""
+    """Return the float type with the larger rounding error."""
     return max(a, b, key=_rounding)
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """The relative rounding error of a float type."""
+    """Return the relative rounding error of a float type."""
     return torch.finfo(dtype).eps
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """The relative difference that rounding may make between results of a type."""
+    """Return the relative difference that rounding may make between results of a float type."""
     return TOLERANCE.get(dtype, COARSE_TOLERANCE)
 
 
@@ -112,9 +114,9 @@ def close_logits(
     """
     if have.shape != want.shape:
         return False
-    live = want >= want.amax(-1, keepdim=True) - MASKED_LOGIT
-    largest = torch.where(live, want, 0.0).abs().amax(-1, keepdim=True)
-    scale = largest.maximum(want.abs() * ~live)
+    is_unmasked = want >= want.amax(-1, keepdim=True) - MASKED_LOGIT
+    largest = torch.where(is_unmasked, want, 0.0).abs().amax(-1, keepdim=True)
+    scale = largest.maximum(want.abs() * ~is_unmasked)
     return _is_within(have, want, scale, precision)
 
 
@@ -124,7 +126,7 @@ def _is_within(
     scale: Tensor,
     precision: torch.dtype | None,
 ) -> bool:
-    """Whether differences are within the tolerance of a type.
+    """Whether two tensors differ by no more than rounding, given the scale of each entry.
 
     Args:
         have: the tensor to check.
@@ -133,15 +135,16 @@ def _is_within(
         precision: the type that sets the tolerance; the type of `want` by default.
     """
     tolerance = tolerance_of(precision or want.dtype)
-    room = tolerance * (scale + ZERO_ROW * scale.max())
-    return bool(((have - want).abs() <= room).all())
+    # A row of zeros has the scale 0, but may have rounding errors.
+    allowed = tolerance * (scale + ZERO_ROW * scale.max())
+    return bool(((have - want).abs() <= allowed).all())
 
 
 @torch.no_grad()
 def same_values(have: Tensor, want: Tensor) -> bool:
-    """Whether two results of the same operations are equal up to the last digits of their type.
+    """Whether two results of the same operations are equal up to the last digits of their dtype.
 
-    Stricter than `close`. Numbers that are not floats must be the same, and so must the types.
+    This is stricter than `close`. Dtypes must be equal, and so must numbers that are not floats.
     """
     if have.dtype != want.dtype or not want.is_floating_point():
         return torch.equal(have, want)
@@ -152,45 +155,51 @@ def same_values(have: Tensor, want: Tensor) -> bool:
 
 
 def same_norms(
-    found: dict[str, Tensor],
+    norms: dict[str, Tensor],
     expected: dict[str, float],
     dtype: torch.dtype,
 ) -> bool:
     """Whether the norms of all parameters along one direction are those of plain autograd.
 
     Args:
-        found: the norms to check, by the parameter's name; a missing norm counts as zero.
+        norms: the norms to check, by the parameter's name; a missing norm counts as zero.
         expected: the norms by plain autograd, by the parameter's name.
         dtype: the coarsest float type that the forward pass casts to.
     """
     total = math.hypot(*expected.values())
     tolerance = tolerance_of(dtype)
-    for name in found.keys() | expected.keys():
-        have = float(found[name]) if name in found else 0.0
+    for name in norms.keys() | expected.keys():
+        have = float(norms[name]) if name in norms else 0.0
         want = expected.get(name, 0.0)
+        # The second term allows rounding errors in norms that should be zero.
         if abs(have - want) > tolerance * max(have, want) + tolerance * 1e-2 * total:
             return False
     return True
 
 
 def at_least_float32(t: Tensor) -> Tensor:
-    """Convert a 16-bit tensor to float32, so that sums over positions keep enough digits."""
+    """Convert a 16-bit float tensor to float32, whose sums keep enough digits; keep any other."""
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
 def outside_float32_range(squares: Float[Tensor, "*n"]) -> Bool[Tensor, "*n"]:
-    """Where sums of squares in float32 are not finite, or so small that squares may have underflowed."""
+    """Return a mask of sums of squares that float32 cannot represent well.
+
+    They are not finite, or so small that squares in the sum may have underflowed.
+    """
+    # Negated, so that NaN, for which all comparisons are false, is in the mask.
     return ~((squares >= MIN_SQUARES) & (squares < torch.inf))
 
 
 def power_of_two(size: Float[Tensor, "*n"]) -> Float64[Tensor, "*n"]:
-    """The power of two by which to divide a size to bring it between 1/2 and 1, without rounding.
+    """Compute for each size s ≥ 0 the power of two 2ⁿ for which s / 2ⁿ is at least 1/2 and below 1.
 
-    It is 1 for sizes that are 0 or not finite. Sizes from 2¹⁰²³ on become 2 at most.
+    Dividing by a power of two does not round. The power is 1 for sizes that are 0 or not finite.
+    For sizes from 2¹⁰²³ on it is 2¹⁰²³, as the next power is infinite.
     """
     size = size.double()
     power = size / torch.frexp(size).mantissa
-    power = power.clamp_max(2.0**1023)  # the next power is infinite
+    power = power.clamp_max(2.0**1023)
     return torch.where((size > 0) & size.isfinite(), power, 1.0)
 
 
@@ -212,24 +221,27 @@ def sum_of_squares(g: Float[Tensor, "n p"]) -> Float64[Tensor, " n"]:
     sums = torch.linalg.vecdot(g, g).double()
     if not g.shape[1]:
         return sums
-    # The usual case. This is called for every parameter and class, and the comparison takes a quarter
-    # of the time of `outside_float32_range`.
+    # The usual case. This function is called for every parameter and class, and `aminmax` takes a
+    # quarter of the time of `outside_float32_range`.
     low, high = sums.aminmax()
     if low.item() >= MIN_SQUARES and high.item() < torch.inf:
         return sums
-    size = torch.linalg.vector_norm(g, torch.inf, dim=1)
-    odd = outside_float32_range(sums) & (size > 0)
-    scaled = g[odd] / size[odd, None]
+    largest = torch.linalg.vector_norm(g, torch.inf, dim=1)
+    # The rows to compute again; for rows of zeros, 0 is exact.
+    odd = outside_float32_range(sums) & (largest > 0)
+    scaled = g[odd] / largest[odd].unsqueeze(1)
     squares = torch.linalg.vecdot(scaled, scaled).double()
-    sums[odd] = squares * size[odd].double().square()
+    sums[odd] = squares * largest[odd].double().square()
     return sums
 
 
 def inner_products(g: Float[Tensor, "b m p"]) -> Float64[Tensor, "b m m"]:
-    """Compute ⟨g_m, g_n⟩ of each sample's gradients; in float64 where float32 under- or overflows.
+    """Compute the inner products of each sample's gradients.
+
+    Samples for which float32 under- or overflows are computed in float64.
 
     Args:
-        g: m gradients of each of b samples, flattened.
+        g: m gradients of each of b samples, flattened to p entries.
     """
     products = (g @ g.mT).double()
     squares = products.diagonal(dim1=1, dim2=2)
@@ -238,20 +250,21 @@ def inner_products(g: Float[Tensor, "b m p"]) -> Float64[Tensor, "b m m"]:
         return products
     # For a gradient of zeros, 0 is exact.
     odd &= (squares != 0) | g.any(2)
-    columns = max(1, MAX_CONVERTED // g.shape[1])
+    # A block of entries at a time, as a copy of all gradients in float64 would take much memory.
+    block_size = max(1, MAX_CONVERTED // g.shape[1])
     for b in odd.any(1).nonzero().flatten().tolist():
         products[b] = 0.0
-        for part in g[b].split(columns, dim=1):
-            wide = part.double()
-            products[b] += wide @ wide.mT
+        for block in g[b].split(block_size, dim=1):
+            in_double = block.double()
+            products[b] += in_double @ in_double.mT
     return products
 
 
 def look_like_probabilities(logits: Float[Tensor, "rows c"]) -> bool:
-    """Whether a model's outputs look like probabilities: rows without negative entries that sum to 1.
+    """Whether a model's outputs look like probabilities: none is negative, and each row sums to 1.
 
-    Logits hardly ever do so by chance. Sums may be off by rounding. In 16 bits rounding is coarse,
-    so at least `MIN_COARSE_ROWS` rows are needed.
+    Logits hardly ever look so by chance. Sums may differ from 1 by rounding. As rounding is coarse
+    in 16 bits, at least `MIN_COARSE_ROWS` rows are needed there.
     """
     rounding = torch.finfo(logits.dtype).eps
     if bool((logits < 0).any()):

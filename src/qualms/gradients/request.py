@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qualms.gradients.batch import Batch, batch_tensors, num_samples, shapes_of, take_samples
 from qualms.gradients.directions import Directions
-from qualms.gradients.layers import selected_parameters
+from qualms.gradients.layers import select_parameters
 from qualms.gradients.memory import default_budget, free_bytes
 from qualms.gradients.model_input import ModelInput, make_model_input
 from qualms.gradients.settings import Kind, Settings, Sketch, Smoothing
@@ -22,8 +22,8 @@ class GradientRequest:
     Args:
         model: the model, inside `preserve_state`.
         batch: the samples.
-        numbers: the number of each sample in the whole data, [b]: with `settings.seed`, the random
-            seed of its noise.
+        numbers: the number of each sample in the whole data, [b]; its noise follows from this number
+            and `settings.seed`.
         settings: how gradients are computed.
         directions: the directions v in logit space.
         smoothing: the perturbed copies that gradients are averaged over; None for the plain
@@ -48,7 +48,7 @@ class GradientRequest:
     @cached_property
     def selected(self) -> dict[str, Tensor]:
         """The parameters whose gradients are wanted, by name."""
-        return selected_parameters(self.model, self.settings.params)
+        return select_parameters(self.model, self.settings.params)
 
     @property
     def sketch(self) -> Sketch:
@@ -67,12 +67,12 @@ class GradientRequest:
 
     @property
     def rows_per_sample(self) -> int:
-        """The number of rows that run for each sample: the sample itself and its perturbed copies."""
+        """The number of rows that run for each sample: 1 plus the number of perturbed copies."""
         return self.smoothing.draws + 1 if self.smoothing else 1
 
     @property
     def shapes(self) -> tuple[Hashable, ...]:
-        """The names, shapes (without the sample axis) and types of the tensors, as a cache key."""
+        """The names, shapes without sample axis and dtypes of the batch's tensors, as a cache key."""
         return shapes_of(self.batch)
 
     @property
@@ -82,26 +82,29 @@ class GradientRequest:
 
     @cached_property
     def budget(self) -> int:
-        """Bytes that the work on one chunk of samples may take."""
+        """The bytes that the work on one chunk of samples may take."""
         return self.settings.budget or default_budget(self.device)
 
     @cached_property
     def limit(self) -> int:
-        """Bytes that the smallest part of the work must fit: the user's budget, else all free memory."""
+        """The bytes that the smallest part of the work may take: the user's budget, or all free ones."""
         return self.settings.budget or free_bytes(self.device)
 
     def take(self, some: slice | list[int]) -> "GradientRequest":
-        """The same request for some of the samples, with the directions of these samples.
+        """Make the same request for some of the samples, with the directions of these samples.
 
         Args:
             some: the indices of the samples. Must be a slice if directions differ from sample to
                 sample.
         """
-        numbers = self.numbers[some] if isinstance(some, slice) else [self.numbers[i] for i in some]
         known_logits = None if self.known_logits is None else self.known_logits[some]
-        directions = self.directions
+        numbers: Sequence[int]
         if isinstance(some, slice):
-            directions = directions.of_samples(some)
+            numbers = self.numbers[some]
+            directions = self.directions.of_samples(some)
+        else:
+            numbers = [self.numbers[i] for i in some]
+            directions = self.directions
         return replace(
             self,
             batch=take_samples(self.batch, some),
@@ -111,11 +114,11 @@ class GradientRequest:
         )
 
     def with_directions_of(self, part: slice) -> "GradientRequest":
-        """The same request and batch, but with the directions of some of the samples."""
+        """Make the same request for the same batch, with the directions of some of the samples."""
         directions = self.directions.of_samples(part)
         return self if directions is self.directions else replace(self, directions=directions)
 
-    def rows(self, part: slice) -> ModelInput:
-        """The rows of some of the samples: each sample followed by its perturbed copies."""
+    def make_rows(self, part: slice) -> ModelInput:
+        """Build the rows of some of the samples: each sample followed by its perturbed copies."""
         samples = take_samples(self.batch, part)
         return make_model_input(samples, self.smoothing, self.numbers[part], self.settings.seed)

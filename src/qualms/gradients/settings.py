@@ -1,4 +1,4 @@
-"""Settings of gradients: engine, layers, norm, limits of memory, smoothing."""
+"""How gradients are computed: engine, layers, norm, limits of memory, smoothing."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -22,9 +22,9 @@ class Sketch:
     """`engine="sketch"` with its options.
 
     Args:
-        tangents: k, the passes spent; the relative error of a norm is about 1/sqrt(2k) (quadrature)
-            or sqrt(2/k) (sum).
-        combine: how layers are put together: in `quadrature`, or as the `sum` that the paper takes.
+        tangents: k, the number of passes; the relative error of a norm is about 1/sqrt(2k)
+            (quadrature) or sqrt(2/k) (sum).
+        combine: how layers are combined: in `quadrature`, or as the `sum` that the paper uses.
 
     Example:
         ```python
@@ -100,7 +100,7 @@ class Settings:
 
     @property
     def description(self) -> str:
-        """A phrase for users: `exact`, or how precise the estimated scores are."""
+        """How scores are computed, as a phrase for users: "exact", or how precise an estimate is."""
         if self.sketch is not None:
             return f"a sketch with {self.sketch.tangents} tangents"
         if self.tolerance:
@@ -114,12 +114,14 @@ class Settings:
 
 
 def _is_share(value: object) -> bool:
+    """Whether a value is a number from 0 to below 1."""
     return isinstance(value, (int, float)) and 0 <= value < 1
 
 
 def _require_known(argument: str, value: object, known: tuple[str, ...]) -> None:
+    """Raise an error that names the argument unless its value is one of the known values."""
     if value not in known:
-        raise QualmsError(f"{argument}={value!r} is not known; choose one of {', '.join(known)}.")
+        raise QualmsError(f"{argument}={value!r} is invalid; choose one of {', '.join(known)}.")
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Smoothing:
     Args:
         sigma: standard deviation in the units of the tensor that the model receives; a number, or
             one per channel.
-        draws: N, the number of perturbed inputs beside the input itself.
+        draws: N, the number of perturbed inputs in addition to the input itself.
         antithetic: draw in pairs ±Δ (an odd last draw stands alone).
 
     Example:
@@ -159,17 +161,19 @@ class Smoothing:
 
     @classmethod
     def of(cls, value: Any) -> "Smoothing | None":
-        """Read the argument `smoothing` of a function.
+        """Convert what a user passes as the argument `smoothing`.
 
         Args:
-            value: a `Smoothing`, σ, or the pair (σ, N); None for no smoothing.
+            value: a `Smoothing`, a standard deviation σ, or a pair (σ, N) with the number of draws;
+                None for no smoothing.
         """
         if value is None or isinstance(value, Smoothing):
             return value
         arguments = value if isinstance(value, tuple) else (value,)
         sigma = arguments[0]
-        numbers = sigma if isinstance(sigma, tuple) else (sigma,)
-        if len(arguments) > 2 or not all(map(_is_number, numbers)):
+        # σ may be a tuple with a number for each channel.
+        sigmas = sigma if isinstance(sigma, tuple) else (sigma,)
+        if len(arguments) > 2 or not all(map(_is_number, sigmas)):
             raise QualmsError(
                 f"smoothing={value!r} is invalid; pass qualms.Smoothing, a number σ, or the pair "
                 "(σ, N)."
@@ -182,7 +186,7 @@ class Smoothing:
         number: int,
         seed: int,
     ) -> Float[Tensor, "rows ..."]:
-        """Draw the perturbations of one sample: zero for x_0, then N draws.
+        """Draw the perturbations of one sample: zeros for the sample itself, then N random ones.
 
         Args:
             shape: the shape of the sample.
@@ -192,30 +196,37 @@ class Smoothing:
         Returns:
             N + 1 perturbations [rows, *shape].
         """
-        number_of_draws = self.draws
+        random = generator(seed, number)
         if self.antithetic:
-            number_of_draws = -(-self.draws // 2)
-        noise = generator(seed, number)
-        drawn = torch.randn((number_of_draws, *shape), generator=noise)
-        if self.antithetic:
-            pairs = torch.stack([drawn, -drawn], dim=1)
-            drawn = pairs.flatten(0, 1)[: self.draws]
-        perturbations = torch.cat([torch.zeros(1, *shape), drawn])
-        return perturbations.mul_(self._scale(shape))
+            # A pair ±Δ takes one draw; the last pair is cut if N is odd.
+            num_pairs = -(-self.draws // 2)
+            halves = torch.randn((num_pairs, *shape), generator=random)
+            pairs = torch.stack([halves, -halves], dim=1)
+            draws = pairs.flatten(0, 1)[: self.draws]
+        else:
+            draws = torch.randn((self.draws, *shape), generator=random)
+        perturbations = torch.cat([torch.zeros(1, *shape), draws])
+        return perturbations.mul_(self._sigma_for(shape))
 
-    def _scale(self, shape: tuple[int, ...]) -> Tensor:
-        """σ as a tensor that broadcasts to a sample of this shape."""
+    def _sigma_for(self, shape: tuple[int, ...]) -> Tensor:
+        """Return σ as a tensor that broadcasts to a sample of this shape.
+
+        Raises:
+            QualmsError: if there is a σ for each channel, and the sample has other channels.
+        """
         if not isinstance(self.sigma, tuple):
             return torch.tensor(self.sigma)
+        # A sample without axes has no channels.
         channels = shape[0] if shape else 0
         if not shape or len(self.sigma) not in (1, channels):
             raise QualmsError(
                 f"smoothing has {len(self.sigma)} values of sigma, but an input of shape {shape} "
                 f"has {channels} channels; pass one number, or one per channel."
             )
-        ones = [1] * (len(shape) - 1)
-        return torch.tensor(self.sigma).reshape(-1, *ones)
+        other_axes = [1] * (len(shape) - 1)
+        return torch.tensor(self.sigma).reshape(-1, *other_axes)
 
 
 def _is_number(value: Any) -> bool:
+    """Whether a value is an integer or a float; a bool is neither here."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

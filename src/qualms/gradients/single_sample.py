@@ -10,23 +10,18 @@ from torch import Tensor, nn
 from qualms.errors import QualmsError, reason
 from qualms.gradients.isolation import all_parameters_differentiable, interrupts
 from qualms.gradients.model_input import ModelInput, forward_logits, in_channels_last
-from qualms.gradients.precision import Narrowest, at_least_float32, close_logits
-
-NO_PATH = (
-    "the logits do not depend differentiably on any parameter; "
-    "remove torch.no_grad, detach or inference-only operations from the model's forward pass."
-)
+from qualms.gradients.precision import CoarsestCast, at_least_float32, close_logits
 
 
 @dataclass(frozen=True)
 class FirstSample:
-    """The first row of a batch by plain autograd.
+    """The logits and the gradient of a batch's first row, computed by plain autograd.
 
     Args:
-        rows: the first row of the batch, as a batch of one.
+        rows: the first row, as a batch of one.
         logits: the logits of that row.
-        gradient: for each parameter's name, what `reduce` keeps of the gradient along
-            `random_direction`.
+        gradient: by the parameter's name, the gradient along `random_direction`, or what was kept
+            of it, such as its norm.
         precision: the coarsest float type that the forward pass casts to.
     """
 
@@ -43,7 +38,7 @@ class FirstSample:
         selected: dict[str, Tensor],
         reduce: Callable[[Tensor], Tensor] = at_least_float32,
     ) -> "FirstSample":
-        """Compute the logits and the gradient of the first row.
+        """Compute the logits and the gradient of the first row of a batch.
 
         Args:
             model: the model, inside `preserve_state`.
@@ -54,10 +49,10 @@ class FirstSample:
         Raises:
             QualmsError: if a second run of the row gives other logits.
         """
-        first = model_input.take(slice(0, 1))
-        logits, gradient = sample_gradients(model, first, selected, random_direction, reduce)
-        precision = check_repeatable(model, first, logits)
-        return cls(first, logits, gradient, precision)
+        first_row = model_input.take(slice(0, 1))
+        logits, gradient = sample_gradients(model, first_row, selected, random_direction, reduce)
+        precision = check_repeatable(model, first_row, logits)
+        return cls(first_row, logits, gradient, precision)
 
 
 @torch.no_grad()
@@ -68,7 +63,8 @@ def check_repeatable(
 ) -> torch.dtype:
     """Run a row again, and raise an error if its logits differ from those of the first run.
 
-    This is checked in every batch: an input may reach a random operation that earlier ones did not.
+    This is checked in every batch: an input may reach a random operation that inputs of earlier
+    batches did not reach.
 
     Args:
         model: the model, inside `preserve_state`.
@@ -82,14 +78,16 @@ def check_repeatable(
     Raises:
         QualmsError: if the logits differ by more than rounding.
     """
-    casts = Narrowest()
-    again = forward_logits(model, row, casts)
-    if not close_logits(again, logits, casts.of(logits)):
+    casts = CoarsestCast()
+    second_logits = forward_logits(model, row, casts)
+    precision = casts.precision_of(logits)
+    if not close_logits(second_logits, logits, precision):
         raise QualmsError(
-            "the model is random in evaluation mode: the same input gave two different outputs; "
-            "turn off its randomness (such as dropout with training=True, or sampling layers)."
+            "the model is not deterministic in evaluation mode: the same input gave two different "
+            "outputs; turn off its randomness (such as dropout with training=True, or sampling "
+            "layers)."
         )
-    return casts.of(logits)
+    return precision
 
 
 @dataclass(frozen=True)
@@ -116,9 +114,11 @@ class ModelProfile:
 
 
 def random_direction(logits: Tensor) -> Float[Tensor, "1 1 c"]:
-    """A random direction in logit space; the same one for all models with this number of classes."""
-    noise = torch.Generator().manual_seed(0)
-    return torch.randn(1, 1, logits.shape[1], generator=noise, dtype=torch.double).to(logits.device)
+    """Draw a random direction in logit space, the same for all logits with this number of classes."""
+    num_classes = logits.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(1, 1, num_classes, generator=generator, dtype=torch.double)
+    return direction.to(logits.device)
 
 
 def sample_gradients(
@@ -130,43 +130,59 @@ def sample_gradients(
 ) -> tuple[Float[Tensor, "1 c"], dict[str, Float[Tensor, "m ..."]]]:
     """Compute the gradient Jᵀv of each parameter along each direction v, for one row.
 
+    J is the Jacobian of the logits with respect to the parameter.
+
     Args:
         model: the model, inside `preserve_state`.
         row: a single row.
         selected: the parameters to differentiate with respect to, by name.
         directions: maps the logits [1, c] to the directions v [m, 1, c].
         reduce: maps a gradient to what is kept of it. All gradients along one direction take as
-            much memory as the weights, so this may be their norms.
+            much memory as the weights; keeping norms saves that.
 
     Returns:
-        The logits, and for each parameter's name the reduced gradients of all directions, stacked.
-        Parameters that the logits do not depend on are left out.
+        The logits, and a dict from each parameter's name to the reduced gradients along all
+        directions, stacked. Parameters that the logits do not depend on are left out.
     """
     with all_parameters_differentiable(model):
         logits = forward_logits(model, row)
-        if not logits.requires_grad:
-            raise QualmsError(NO_PATH)
+        require_differentiable(logits)
         parameters = list(selected.values())
-        columns: dict[str, list[Tensor | None]] = {name: [] for name in selected}
+        # For each parameter its gradients along all directions; None where there is none.
+        reduced_by_name: dict[str, list[Tensor | None]] = {name: [] for name in selected}
         for direction in directions(logits.detach()):
-            row_gradients = list(gradients_of(logits, parameters, direction.to(logits.dtype)))
+            gradients = list(gradients_of(logits, parameters, direction.to(logits.dtype)))
             for i, name in enumerate(selected):
-                g = row_gradients[i]
+                g = gradients[i]
                 # Frees each gradient once it is reduced.
-                row_gradients[i] = None
-                columns[name].append(None if g is None else reduce(g))
-    logits = logits.detach()  # frees the graph
-    gradients: dict[str, Tensor] = {}
+                gradients[i] = None
+                reduced_by_name[name].append(None if g is None else reduce(g))
+    # Frees the graph.
+    logits = logits.detach()
+    stacked_by_name: dict[str, Tensor] = {}
     for name, p in selected.items():
-        column = columns.pop(name)
-        if all(g is None for g in column):
+        # `pop` frees the single gradients once they are stacked.
+        along_directions = reduced_by_name.pop(name)
+        if all(g is None for g in along_directions):
             continue
         reduced: list[Tensor] = []
-        for g in column:
+        for g in along_directions:
             reduced.append(reduce(torch.zeros_like(p)) if g is None else g)
-        # Indexing makes a view, where `stack` would copy a gradient as large as the weight.
-        gradients[name] = reduced[0][None] if len(reduced) == 1 else torch.stack(reduced)
-    return logits, gradients
+        if len(reduced) == 1:
+            # A view, where `stack` would copy a gradient as large as the weight.
+            stacked_by_name[name] = reduced[0].unsqueeze(0)
+        else:
+            stacked_by_name[name] = torch.stack(reduced)
+    return logits, stacked_by_name
+
+
+def require_differentiable(logits: Tensor) -> None:
+    """Raise a QualmsError unless a backward pass from the logits reaches some parameter."""
+    if not logits.requires_grad:
+        raise QualmsError(
+            "the logits do not depend differentiably on any parameter; remove torch.no_grad, "
+            "detach or inference-only operations from the model's forward pass."
+        )
 
 
 def gradients_of(
@@ -184,6 +200,7 @@ def gradients_of(
     Returns:
         A dense gradient for each parameter, or None if the target does not depend on it.
     """
+    # Raise KeyboardInterrupt here if Ctrl-C was pressed since the last pass.
     interrupts.deliver()
     try:
         gradients = torch.autograd.grad(
@@ -195,6 +212,7 @@ def gradients_of(
 
 
 def _to_dense(g: Tensor | None) -> Tensor | None:
+    """Convert a sparse gradient, such as that of `Embedding(sparse=True)`, to a dense tensor."""
     if g is None or g.layout == torch.strided:
         return g
     return g.to_dense()

@@ -4,7 +4,7 @@
   batches, or alone.
 - *Separation*: each sample's gradients must depend on the cotangent of that sample alone: if the
   cotangents are scaled sample by sample, the gradients of every layer must scale by the same
-  numbers.
+  factors.
 
 Two further checks are elsewhere: planning compares the first sample's gradient with plain autograd
 (`plan.py`), and `tracing/traced_forward.py` searches the graph for parameters that reach the logits
@@ -18,7 +18,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qualms.gradients.batch import NotBatchable, num_samples, restore_order, strided_groups
+from qualms.gradients.batch import (
+    SAMPLES_INFLUENCE,
+    SAMPLES_MIXED,
+    NotBatchable,
+    num_samples,
+    restore_order,
+    strided_groups,
+)
 from qualms.gradients.directions import Cotangents
 from qualms.gradients.measure import Pullback, measure
 from qualms.gradients.model_input import ModelInput, forward_logits, rows_to_run_alone
@@ -28,9 +35,6 @@ from qualms.gradients.settings import Kind
 
 # Rows whose logits are computed together, ahead of the chunks compared with them.
 ROWS_AHEAD = 2048
-# Reasons that users see in a `SlowWarning`.
-INFLUENCE = "the samples of a batch influence each other"
-MIXTURE = "the model mixes samples within a batch"
 
 
 # Cross-batch influence.
@@ -40,9 +44,10 @@ MIXTURE = "the model mixes samples within a batch"
 class CrossBatchCheck:
     """Gives the logits of a request's rows from other batches than the chunks that they run in.
 
-    A row's logits must not depend on the rows that it runs with, so engines compare the two. The
-    logits from other batches are `request.known_logits`, if given: those of each sample without its
-    perturbed copies. Otherwise they are computed, for several chunks at a time.
+    A row is a sample or one of its perturbed copies. Its logits must not depend on the rows that it
+    runs with, so engines compare the logits of a chunk with those from other batches. The latter
+    are `request.known_logits` (of each sample, not of its perturbed copies) if these are given.
+    Otherwise they are computed, for several chunks at a time.
 
     Args:
         request: the request, whose samples run in chunks.
@@ -53,40 +58,43 @@ class CrossBatchCheck:
     chunks: Sequence[slice]
 
     def __post_init__(self) -> None:
-        self._start = 0  # the index of the first sample in `_logits`
-        # [samples, r, c], computed ahead for several chunks.
+        # The index in the request of the first sample in `_logits`.
+        self._start = 0
+        # The logits [samples, r, c] computed ahead for several chunks; None before the first call.
         self._logits: Tensor | None = None
 
     def logits_of(self, chunk: slice) -> Float[Tensor, "b _ c"]:
         """Return the logits that a chunk's rows have in other batches.
 
-        Chunks must be asked for in order: logits are computed ahead, and replaced by later ones.
+        Must be called for one chunk after the other, in their order: the logits of several chunks
+        are computed ahead, and those of earlier chunks are dropped then.
 
         Args:
             chunk: the indices of the chunk's samples.
 
         Returns:
-            Logits [b, r, c] of all rows of each sample; [b, 1, c] of its first row if they are
-            the request's known logits.
+            Logits [b, r, c] of all r rows of each sample; if the request has known logits, those
+            of its first row alone, [b, 1, c].
         """
         known = self.request.known_logits
         if known is not None:
-            return known[chunk, None]
+            return known[chunk].unsqueeze(1)
         logits = self._logits
         if logits is None or chunk.stop > self._start + len(logits):
             logits = self._compute_from(chunk)
         return logits[chunk.start - self._start : chunk.stop - self._start]
 
     def _compute_from(self, chunk: slice) -> Float[Tensor, "b r c"]:
-        """Compute the logits of a chunk and of the chunks after it, up to `ROWS_AHEAD` rows.
+        """Compute and keep the logits of a chunk and of the chunks after it, up to `ROWS_AHEAD` rows.
 
-        Returns the logits of their samples, which are kept for the next calls of `logits_of`.
+        Returns the logits of all samples in these chunks.
         """
         remaining = [c for c in self.chunks if c.start >= chunk.start]
         rows = self.request.rows_per_sample * (chunk.stop - chunk.start)
-        ahead = remaining[: max(1, ROWS_AHEAD // rows)]
-        part = self.request.take(slice(chunk.start, ahead[-1].stop))
-        self._start, self._logits = chunk.start, cross_batch_logits(part, len(ahead))
+        chunks_ahead = remaining[: max(1, ROWS_AHEAD // rows)]
+        part = self.request.take(slice(chunk.start, chunks_ahead[-1].stop))
+        self._start = chunk.start
+        self._logits = cross_batch_logits(part, len(chunks_ahead))
         return self._logits
 
 
@@ -97,24 +105,24 @@ def cross_batch_logits(
 ) -> Float[Tensor, "b r c"]:
     """Compute the logits of all rows by plain forward passes over groups other than the chunks.
 
-    A group has one sample of each chunk (every second sample if there is a single chunk), and every
-    second row of these samples.
+    With n chunks a group has every n-th sample (every second if there is a single chunk), so that
+    samples of one chunk run in different groups; and of each sample every second row.
 
     Args:
-        request: the samples of consecutive chunks.
+        request: the samples of consecutive chunks, each with r rows.
         chunks: the number of these chunks.
     """
     rows, samples = request.rows_per_sample, request.num_samples
     stride = min(samples, max(2, chunks))
-    parts: list[Tensor] = []
+    logits_of_groups: list[Tensor] = []
     for start in range(stride):
         group = slice(start, None, stride)
-        members = len(range(samples)[group])
+        group_size = len(range(samples)[group])
         logits = logits_in_groups(
-            request.model, request.rows(group), groups=min(2, rows), period=rows
+            request.model, request.make_rows(group), groups=min(2, rows), period=rows
         )
-        parts.append(logits.unflatten(0, (members, rows)))
-    return restore_order(parts, strided_groups(samples, stride))
+        logits_of_groups.append(logits.unflatten(0, (group_size, rows)))
+    return restore_order(logits_of_groups, strided_groups(samples, stride))
 
 
 @torch.no_grad()
@@ -130,12 +138,15 @@ def logits_in_groups(
         model: the model, inside `preserve_state`.
         model_input: the rows.
         groups: n, the number of groups.
-        period: dealing to the groups starts again after this many rows; None for never.
+        period: rows are dealt to the groups in turn, and dealing starts again at the first group
+            after this many rows; None for never.
     """
     rows = num_samples(model_input.batch)
-    dealt = strided_groups(rows, groups, period)
-    parts = [forward_logits(model, model_input.take(group)) for group in dealt]
-    return restore_order(parts, dealt)
+    row_groups = strided_groups(rows, groups, period)
+    logits_of_groups: list[Tensor] = []
+    for group in row_groups:
+        logits_of_groups.append(forward_logits(model, model_input.take(group)))
+    return restore_order(logits_of_groups, row_groups)
 
 
 def require_same_across_batches(
@@ -143,7 +154,7 @@ def require_same_across_batches(
     elsewhere: Float[Tensor, "rows c"],
     precision: torch.dtype,
 ) -> None:
-    """Raise `NotBatchable` if the logits of rows differ from those that they have in other batches.
+    """Raise `NotBatchable` if rows have other logits in this batch than they have in other batches.
 
     Args:
         logits: the logits of the rows in this batch.
@@ -151,7 +162,7 @@ def require_same_across_batches(
         precision: the coarsest float type that the forward pass casts to.
     """
     if not close_logits(elsewhere, logits, precision):
-        raise NotBatchable(INFLUENCE)
+        raise NotBatchable(SAMPLES_INFLUENCE)
 
 
 @torch.no_grad()
@@ -162,11 +173,11 @@ def require_same_alone(
     every: bool,
     precision: torch.dtype,
 ) -> None:
-    """Raise `NotBatchable` if the logits of rows differ from those of the rows run alone.
+    """Raise `NotBatchable` if rows have other logits in this batch than when each runs alone.
 
     A model that branches on values of tensors, or computes something from all rows at once, such as
     the length of the longest text, may compute other logits for a batch than for each row alone.
-    Comparing two batches does not show this if it takes the same branch for both.
+    Comparing two batches does not show this if the model takes the same branch for both.
 
     Args:
         model: the model, inside `preserve_state`.
@@ -179,7 +190,7 @@ def require_same_alone(
     for row in range(rows) if every else rows_to_run_alone(rows):
         alone = forward_logits(model, model_input.take([row]))
         if not close_logits(alone, logits[row : row + 1], precision):
-            raise NotBatchable(INFLUENCE)
+            raise NotBatchable(SAMPLES_INFLUENCE)
 
 
 # Separation of samples.
@@ -189,13 +200,13 @@ def require_same_alone(
 class Separation:
     """Checks that each sample's gradients depend on the cotangent of that sample alone.
 
-    One of the chunk's cotangents v is pulled back again with each sample b scaled by another number
-    s_b: the norms of sample b must be s_b times those along v. If the model mixes samples, by an
-    index, a list or a matrix, some layer has the gradient of one sample scaled by the number of
-    another.
+    One of the chunk's cotangents v is pulled back again, the rows of each sample b multiplied by
+    another factor s_b: the norms of sample b must then be s_b times those along v. If the model
+    mixes samples, by an index, a list or a matrix, the gradient of one sample in some layer is
+    multiplied by the factor of another sample.
 
     Attributes:
-        scales: s_b for each sample.
+        scales: s_b for each sample b.
         precision: the coarsest float type that the forward pass casts to.
     """
 
@@ -226,16 +237,16 @@ class Separation:
         row_scales = self.scales.repeat_interleave(rows_per_sample)
         return cotangent * row_scales[:, None].to(cotangent)
 
-    def require(
+    def require_scaled(
         self,
         plain: dict[str, Float[Tensor, " b"]],
         scaled: dict[str, Float[Tensor, " b"]],
     ) -> None:
-        """Raise `NotBatchable` unless norms along the scaled v are s_b times those along v.
+        """Raise `NotBatchable` unless norms along a scaled cotangent are s_b times the plain ones.
 
         Args:
-            plain: the norms along v, by the parameter's name.
-            scaled: the norms along the scaled v, by the parameter's name.
+            plain: the norms of each sample b along a cotangent v, by the parameter's name.
+            scaled: the norms along v with each sample multiplied by its s_b (`scale`), by name.
         """
         names = list(plain)
         if not names:
@@ -244,9 +255,9 @@ class Separation:
         want = torch.stack([plain[name] for name in names]).double() * self.scales
         # A gradient that should be zero consists of rounding errors, which need not scale.
         rounding = 100 * torch.finfo(self.precision).eps * root_of_squares(want.T)
-        room = tolerance_of(self.precision) * have.maximum(want) + rounding
-        if bool(((have - want).abs() > room).any()):
-            raise NotBatchable(MIXTURE)
+        allowed = tolerance_of(self.precision) * have.maximum(want) + rounding
+        if bool(((have - want).abs() > allowed).any()):
+            raise NotBatchable(SAMPLES_MIXED)
 
 
 def require_separate_gradients(pullback: Pullback, precision: torch.dtype) -> None:
@@ -265,7 +276,9 @@ def require_separate_gradients(pullback: Pullback, precision: torch.dtype) -> No
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(logits.shape, generator=generator, dtype=torch.double).to(logits.device)
     norms = measure(pullback, torch.stack([noise, separation.scale(noise)]), "l2")
-    separation.require(_column(norms, 0), _column(norms, 1))
+    plain = _norms_along(norms, 0)
+    scaled = _norms_along(norms, 1)
+    separation.require_scaled(plain, scaled)
 
 
 def measure_separate(
@@ -274,13 +287,16 @@ def measure_separate(
     kind: Kind,
     precision: torch.dtype,
 ) -> dict[str, Float[Tensor, "b m"]]:
-    """Compute what `measure` computes, and check the separation of samples by one further pass.
+    """Compute norms as `measure` does, and check by one further pass that samples are separate.
 
     Args:
         pullback: the pullback of a traced forward pass.
-        cotangents: the directions.
+        cotangents: m directions.
         kind: `l2` or `l1`.
         precision: the coarsest float type that the forward pass casts to.
+
+    Returns:
+        Norms by the parameter's name.
 
     Raises:
         NotBatchable: if a sample's gradients depend on the cotangents of other samples.
@@ -289,58 +305,69 @@ def measure_separate(
     if samples < 2 or not pullback.factors:
         return measure(pullback, cotangents, kind)
     separation = Separation.of(samples, pullback.logits.device, precision)
-    one_more = _OneMoreCotangent(cotangents, separation, samples)
-    values = measure(pullback, Cotangents(cotangents.number + 1, one_more.blocks), kind)
-    if one_more.number is None:
+    with_copy = _WithScaledCopy(cotangents, separation, samples)
+    num_directions = cotangents.num_directions
+    norms = measure(pullback, Cotangents(num_directions + 1, with_copy.blocks), kind)
+    if with_copy.copied_index is None:
+        # No direction was fit to be copied, so a random one is used.
         require_separate_gradients(pullback, precision)
     else:
-        separation.require(_column(values, one_more.number), _column(values, -1))
-    return {name: value[:, : cotangents.number] for name, value in values.items()}
+        plain = _norms_along(norms, with_copy.copied_index)
+        scaled = _norms_along(norms, -1)
+        separation.require_scaled(plain, scaled)
+    return {name: of_name[:, :num_directions] for name, of_name in norms.items()}
 
 
 @dataclass
-class _OneMoreCotangent:
+class _WithScaledCopy:
     """Cotangents, followed by a copy of one of them scaled sample by sample (`Separation`).
 
     Attributes:
         cotangents: the directions.
         separation: scales the copy.
-        samples: the number of samples.
-        number: the index of the direction that is copied, set while `blocks` runs; None if every
-            direction is zero for some sample.
+        samples: the number of samples b.
+        copied_index: the index of the direction that is copied, set while `blocks` runs; None if
+            every direction is zero for some sample.
     """
 
     cotangents: Cotangents
     separation: Separation
     samples: int
-    number: int | None = None
+    copied_index: int | None = None
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the blocks of `cotangents`, [k, rows, c] with scales [k, b], then the scaled copy.
+        """Yield the blocks of `cotangents`, then a block with the scaled copy of one direction.
 
-        The first direction that is nonzero for every sample is copied; there is no copy if none is.
+        The first direction that is nonzero for every sample is copied. If there is none, no copy
+        is yielded.
+
+        Yields:
+            Pairs of k cotangents [k, rows, c] and their scales [k, b].
         """
         chosen: tuple[Tensor, Tensor] | None = None
-        before = 0
+        num_before = 0  # directions in earlier blocks
         for block, scales in self.cotangents.blocks():
             if chosen is None:
-                # A direction serves if it is nonzero for every sample; blocks are scaled, so that
-                # all nonzero ones have the same size.
                 by_sample = block.unflatten(1, (self.samples, -1)).flatten(2)
-                nonzero = by_sample.any(2).all(1).nonzero().flatten().tolist()
-                if nonzero:
-                    self.number = before + nonzero[0]
-                    chosen = block[nonzero[0]].clone(), scales[nonzero[0]]
-            before += len(block)
+                is_nonzero = by_sample.any(2).all(1)  # for every sample
+                usable = is_nonzero.nonzero().flatten().tolist()
+                if usable:
+                    first = usable[0]
+                    self.copied_index = num_before + first
+                    # A clone, as a view would keep the whole block in memory.
+                    chosen = block[first].clone(), scales[first]
+            num_before += len(block)
             yield block, scales
         if chosen is not None:
             cotangent, scale = chosen
-            yield self.separation.scale(cotangent)[None], scale[None]
+            scaled = self.separation.scale(cotangent)
+            # A block of a single direction, [1, rows, c] with scales [1, b].
+            yield scaled.unsqueeze(0), scale.unsqueeze(0)
 
 
-def _column(
-    values: dict[str, Tensor],
-    number: int,
+def _norms_along(
+    norms: dict[str, Tensor],
+    index: int,
 ) -> dict[str, Float[Tensor, " b"]]:
-    """Select the norms [b] along direction `number`, from norms [b, m] by the parameter's name."""
-    return {name: value[:, number] for name, value in values.items()}
+    """Select each parameter's norms [b] along the direction `index`, from norms [b, m]."""
+    return {name: of_name[:, index] for name, of_name in norms.items()}

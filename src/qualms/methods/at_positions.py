@@ -1,11 +1,12 @@
 """Scores at every position of one input: positions take the place of inputs.
 
-Scores of the logits read them a block of positions at a time. Gradient scores add up projections on
-random tangents: Σ_m w_m ‖g_m‖ needs the squares of all classes at all positions, Σ_m w_m ‖g_m‖² one
-number for a tangent and position.
+Scores of the logits alone read the logits of a block of positions at a time. Gradient scores
+accumulate projections of gradients g_m on random tangents: Σ_m w_m ‖g_m‖ needs the squared
+projections of all classes at all positions, Σ_m w_m ‖g_m‖² one number for each tangent and
+position.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qualms.errors import QualmsError
+from qualms.gradients.batch import slices
 from qualms.gradients.directions import project_one_set
 from qualms.gradients.engines.position_sketch import PositionProducts
 from qualms.gradients.precision import at_least_float32
@@ -24,18 +26,21 @@ from qualms.methods.gradient_score import GradientScore, weighted_sum
 from qualms.methods.head import Head
 from qualms.methods.method import LOGITS, Method
 
-BLOCK_BYTES = 2**25  # the size of the projections that exist at once
-DOUBLE = 8  # bytes
-# The target of a position without one, as in torch's losses.
+BLOCK_BYTES = 2**25  # the largest size of the projections that exist at once
+DOUBLE_BYTES = 8  # of one number in float64
+# Stands for a missing target, as `ignore_index` does in torch's losses.
 NOWHERE = -100
-# Perturbations and λ of scores that share tangents.
+# The smoothing and the λ that scores which share tangents have in common.
 Group = tuple[Smoothing | None, float | None]
 
 
 def require_positions(methods: Mapping[str, Method]) -> None:
-    """Raise an error if a method cannot score every position.
+    """Raise an error if a method cannot score the single positions of an input.
 
     Only gradient scores and scores of the logits alone can.
+
+    Args:
+        methods: the methods by name.
     """
     for name, method in methods.items():
         if not isinstance(method, GradientScore) and method.needs != (LOGITS,):
@@ -50,33 +55,36 @@ def logit_scores(
     logits: Float[Tensor, "t c"],
     model_context: ModelContext,
 ) -> dict[str, Float[Tensor, " t"]]:
-    """Compute the scores that need the logits alone.
+    """Compute the scores that need the logits alone, at every position.
 
     Args:
-        methods: the methods by name; gradient scores are left out.
-        logits: the logits at all positions.
+        methods: the methods by name; gradient scores are ignored.
+        logits: the logits at t positions.
         model_context: the model, its settings and caches.
 
     Returns:
-        The scores at all positions, by the name of the method.
+        A dict from the name of each method to its scores at all positions.
     """
     logit_methods = {name: m for name, m in methods.items() if not isinstance(m, GradientScore)}
-    parts: dict[str, list[Tensor]] = {name: [] for name in logit_methods}
-    for some in blocks(*logits.shape):
-        context = _LogitsContext(model_context, logits[some])
+    block_scores: dict[str, list[Tensor]] = {name: [] for name in logit_methods}
+    for block in position_blocks(*logits.shape):
+        context = _LogitsContext(model_context, logits[block])
         for name, method in logit_methods.items():
-            parts[name].append(method.score(context))
-    return {name: torch.cat(values) for name, values in parts.items()}
+            block_scores[name].append(method.score(context))
+    return {name: torch.cat(scores) for name, scores in block_scores.items()}
 
 
 class _LogitsContext(BatchContext):
-    """A context whose inputs are positions and whose batch is their logits; no model is run."""
+    """A context whose `batch` is the logits at some positions, which count as inputs.
+
+    It runs no model, so it serves scores of the logits alone.
+    """
 
     @cached_property
     def _plain_results(
         self,
     ) -> tuple[Float[Tensor, "t c"], Head | QualmsError]:
-        """The batch itself as logits, and an error in place of a head: positions have none."""
+        """The batch itself, which is the logits; and an error, as positions have no head."""
         logits = self.batch
         assert isinstance(logits, Tensor)
         return logits, QualmsError("positions have no last layer of their own.")
@@ -87,8 +95,11 @@ def groups_of(
 ) -> dict[Group, dict[str, GradientScore]]:
     """Group the gradient scores by smoothing and λ: scores that have both in common share tangents.
 
+    Args:
+        methods: the methods by name; those that are not gradient scores are ignored.
+
     Returns:
-        The scores by name in each group. Methods that are no gradient scores are left out.
+        A dict from each pair of smoothing and λ to the scores of this group by name.
     """
     groups: dict[Group, dict[str, GradientScore]] = {}
     for name, method in methods.items():
@@ -97,41 +108,43 @@ def groups_of(
     return groups
 
 
-def blocks(positions: int, classes: int, at_once: int = 1) -> Iterator[slice]:
-    """Split positions into blocks, each so small that its projections fit into `BLOCK_BYTES`.
+def position_blocks(num_positions: int, num_classes: int, num_tangents: int = 1) -> list[slice]:
+    """Split positions into blocks, each so small that its projections take 32 MiB at most.
 
     Args:
-        positions: the number of positions.
-        classes: the number of classes.
-        at_once: the number of tangents that run at once.
+        num_positions: the number of positions.
+        num_classes: the number of classes.
+        num_tangents: the number of tangents that run at once.
     """
-    size = max(1, BLOCK_BYTES // (DOUBLE * classes * at_once))
-    for start in range(0, positions, size):
-        yield slice(start, min(start + size, positions))
+    bytes_per_position = DOUBLE_BYTES * num_classes * num_tangents
+    return slices(num_positions, max(1, BLOCK_BYTES // bytes_per_position))
 
 
 @dataclass
 class TangentSums:
-    """Accumulates, for one input, what the gradient scores of one group need from each tangent.
+    """Accumulates, over random tangents s, what gradient scores at each position of one input need.
 
-    The engine runs a tangent s and yields J s for every row. Its projection g_m·s, along direction
-    m at a position, is what the scores are estimated from; w_m is the weight of ‖g_m‖ in a score.
-    Axes: t positions, g tangents that run at once, m directions.
+    J is the derivative of the logits with respect to the parameters. The engine yields J s for some
+    tangents at a time. From it follow the projections g_m·s of the gradients g_m along m
+    directions, from which the scores Σ_m w_m ‖g_m‖ and Σ_m w_m ‖g_m‖² are estimated.
+
+    Axes: t positions (n in a block of them), g tangents that run at once, m directions, c classes.
 
     Attributes:
         methods: the scores by name; all have the same smoothing and λ.
-        shape: the numbers of positions and of classes.
+        shape: the number of positions and the number of classes.
         rows: the number of rows, which are the input and its perturbed copies; projections are
             averaged over them before anything is squared.
         targets: the true class at each position, NOWHERE where there is none; None without targets.
         like: a tensor with the logits' dtype and device.
         tangents: the number of tangents added so far.
-        squares: the sums of squared projections [t, m] over all tangents, by the name of the set of
-            directions, for scores with power 1.
-        quadratic: Σ_m w_m (g_m·s)² [t] of each tangent s, by method, for scores with power 2.
-        target_sums: Σ_t g_{y_t}·s of each tangent s, for the targets y_t.
-        mean: the projections [t, g, m] of the tangents that now run, averaged over the rows so
-            far, by the name of the set of directions.
+        squares: for scores with power 1, a dict from the name of a set of directions to the sum of
+            the squared projections over all tangents, [t, m].
+        quadratic: for scores with power 2, a dict from the name of the method to a list with
+            Σ_m w_m (g_m·s)² at all positions, [t], for each tangent s.
+        target_sums: Σ_t g_{y_t}·s for each tangent s, with y_t the target at position t.
+        mean: a dict from the name of a set of directions to the projections of the tangents that
+            now run, averaged over the rows, [t, g, m]; complete once the last row is added.
     """
 
     methods: Mapping[str, GradientScore]
@@ -146,113 +159,128 @@ class TangentSums:
     mean: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """List the sets of directions to project on, and set up the sums that need no tangent."""
+        """List the sets of directions to project on, and create the attributes derived from them."""
         names = [m.direction for m in self.methods.values()]
         if self.targets is not None:
             names.append("classes")
         self.directions = tuple(dict.fromkeys(names))
         self.linear_directions = {m.direction for m in self.methods.values() if m.power == 1}
         self.quadratic = {name: [] for name, m in self.methods.items() if m.power == 2}
-        # The likeliest class of each position, and its squares in double precision: the square of a
-        # gradient of size 1e-26, that of a class of which the model is certain, is zero in 32 bits.
+        # The likeliest class of each position, [t, 1]; None before the first row is added.
         self.likeliest: Tensor | None = None
+        # The sum of the squared projections for the likeliest class, in double precision: if the
+        # model is certain of a class, its gradient may be 1e-26, whose square is zero in float32.
         self.likeliest_squares = self.like.new_zeros(self.shape[0], 1, dtype=torch.double)
-        # The logits of the input itself, while its other rows are added.
+        # The logits of the unperturbed input (row 0), which the weights of the scores depend on;
+        # None before row 0 and after the last row.
         self.own_logits: Tensor | None = None
 
     @staticmethod
-    def held(shape: tuple[int, int], rows: int) -> int:
-        """Compute the bytes kept for each tangent that runs: the mean over rows, if it is needed.
+    def bytes_per_tangent(shape: tuple[int, int], rows: int) -> int:
+        """Compute the bytes that are kept for each tangent while it runs: its mean projections.
+
+        A single row needs no mean.
 
         Args:
-            shape: the numbers of positions and of classes.
-            rows: the number of rows: the input and its perturbed copies.
+            shape: the number of positions and the number of classes.
+            rows: the number of rows, which are the input and its perturbed copies.
         """
-        return DOUBLE * shape[0] * shape[1] if rows > 1 else 0
+        num_positions, num_classes = shape
+        return DOUBLE_BYTES * num_positions * num_classes if rows > 1 else 0
 
     def add(self, products: PositionProducts) -> None:
-        """Add the products J s of some tangents s with one row.
+        """Add the products J s of some tangents s, with J the derivative of the logits of one row.
 
-        The rows of the same tangents follow each other, row 0 first. Projections are averaged over
-        them, and added to the sums over tangents at the last row.
+        The caller adds all rows of the same tangents one after the other, row 0 first. Projections
+        are averaged over the rows; at the last row, the means are added to the sums over tangents.
+
+        Args:
+            products: the products, with the index and the logits of the row.
         """
         if products.row == 0:
             self.own_logits = products.logits
             if self.likeliest is None:
                 self.likeliest = products.logits.argmax(-1, keepdim=True)
-        is_last = products.row == self.rows - 1
-        at_once = len(products.tangents)
-        quadratic: dict[str, list[Tensor]] = {name: [] for name in self.quadratic}
-        target_sums = self.like.new_zeros(at_once, dtype=torch.double)
-        for block in blocks(*self.shape, at_once):
-            y = products.tangents[:, block].movedim(0, 1)  # [positions, tangents, classes]
-            if not bool(torch.isfinite(y).all()):
+        is_last_row = products.row == self.rows - 1
+        num_tangents = len(products.tangents)
+        quadratic_blocks: dict[str, list[Tensor]] = {name: [] for name in self.quadratic}
+        target_sums = self.like.new_zeros(num_tangents, dtype=torch.double)
+        for block in position_blocks(*self.shape, num_tangents):
+            block_products = products.tangents[:, block].movedim(0, 1)  # [n, g, c]
+            if not bool(torch.isfinite(block_products).all()):
                 raise QualmsError(
-                    "the sketch overflowed the model's precision; use float32, or a few positions= "
-                    "with engine='exact'."
+                    "the sketch overflowed the range of the model's dtype; use float32, or pass a "
+                    "few positions as positions= and use engine='exact'."
                 )
-            projections = {n: self._average_rows(n, block, products, y) for n in self.directions}
-            if not is_last:
+            projections: dict[str, Tensor] = {}
+            for direction in self.directions:
+                projections[direction] = self._average_rows(
+                    direction, block, products.logits[block], block_products
+                )
+            if not is_last_row:
                 continue
             self._add_squares(block, projections)
-            for name, sums in quadratic.items():
+            for name, sums in quadratic_blocks.items():
                 sums.append(self._quadratic_sum(name, block, projections))
             if self.targets is not None:
                 target_sums += self._target_sum(self.targets[block], projections["classes"])
-        if is_last:
-            self.tangents += at_once
+        if is_last_row:
+            self.tangents += num_tangents
+            # The next tangents begin again with row 0.
             self.mean.clear()
             self.own_logits = None
-            for name, parts in quadratic.items():
-                self.quadratic[name] += list(torch.cat(parts, dim=1))
+            for name, sums in quadratic_blocks.items():
+                self.quadratic[name] += list(torch.cat(sums, dim=1))
             self.target_sums += list(target_sums)
 
     def _average_rows(
         self,
-        name: str,
+        direction: str,
         block: slice,
-        products: PositionProducts,
-        y: Float[Tensor, "n g c"],
+        logits: Float[Tensor, "n c"],
+        products: Float[Tensor, "n g c"],
     ) -> Float[Tensor, "n g m"]:
-        """Compute the projections along one set of directions, averaged over the rows so far.
+        """Add one row's projections to their mean over all rows, and return the mean so far.
 
-        Each row adds 1/rows of its projections, so the result is the mean at the last row.
+        Each row adds 1/rows of its projections, so the mean is complete at the last row.
 
         Args:
-            name: the name of the set of directions.
-            block: the positions.
-            products: the logits and the products with tangents of this row, at all positions.
-            y: the products of this row at the positions of the block.
+            direction: the name of the set of m directions.
+            block: n of the positions.
+            logits: the logits of this row at the positions of the block.
+            products: the products J s of this row with g tangents s, at the positions of the block.
         """
-        now = project_one_set(name, products.logits[block][:, None], y)
+        row_projections = project_one_set(direction, logits[:, None], products)
         if self.rows == 1:
-            return now
-        if name not in self.mean:
-            self.mean[name] = now.new_zeros(self.shape[0], *now.shape[1:])
-        self.mean[name][block] += now / self.rows
-        return self.mean[name][block]
+            return row_projections
+        if direction not in self.mean:
+            shape = (self.shape[0], *row_projections.shape[1:])
+            self.mean[direction] = row_projections.new_zeros(shape)
+        self.mean[direction][block] += row_projections / self.rows
+        return self.mean[direction][block]
 
     def _add_squares(self, block: slice, projections: Mapping[str, Float[Tensor, "n g m"]]) -> None:
-        """Add the squared projections of a block of positions to `squares`.
+        """Add the squared projections at a block of positions to `squares`, summed over tangents.
 
         Args:
-            block: the positions.
-            projections: g_m·s at these positions, by the name of the set of directions.
+            block: n of the positions.
+            projections: a dict from the name of a set of m directions to the projections g_m·s of
+                the gradients at these positions on g tangents s.
         """
-        for name in self.linear_directions:
-            squares = projections[name].square().sum(1)
-            if name not in self.squares:
+        for direction in self.linear_directions:
+            squares = projections[direction].square().sum(1)  # [n, m]
+            if direction not in self.squares:
                 # Sums of a single direction take little memory, so they stay in double precision.
                 is_single = squares.shape[1] == 1
                 dtype = squares.dtype if is_single else at_least_float32(self.like).dtype
-                self.squares[name] = torch.zeros(
+                self.squares[direction] = torch.zeros(
                     self.shape[0],
                     squares.shape[1],
                     dtype=dtype,
                     device=squares.device,
                 )
-            self.squares[name][block] += squares.to(self.squares[name])
-            if name == "classes":
+            self.squares[direction][block] += squares.to(self.squares[direction])
+            if direction == "classes":
                 assert self.likeliest is not None
                 self.likeliest_squares[block] += squares.gather(-1, self.likeliest[block])
 
@@ -264,30 +292,35 @@ class TangentSums:
     ) -> Float[Tensor, "g n"]:
         """Compute Σ_m w_m (g_m·s)² of a method for each tangent s, at a block of positions.
 
+        w_m are the method's weights of the m directions.
+
         Args:
             name: the name of the method.
-            block: the positions.
-            projections: g_m·s at these positions, by the name of the set of directions.
+            block: n of the positions.
+            projections: a dict from the name of a set of m directions to the projections g_m·s of
+                the gradients at these positions on g tangents s.
         """
         method = self.methods[name]
         assert self.own_logits is not None
         weights = method.weights_at(self.own_logits[block])
-        return torch.einsum("tm,tgm->gt", weights, projections[method.direction].square())
+        return torch.einsum("nm,ngm->gn", weights, projections[method.direction].square())
 
     def _target_sum(
         self,
         targets: Int[Tensor, " n"],
         projections: Float[Tensor, "n g c"],
     ) -> Float[Tensor, " g"]:
-        """Compute Σ_t g_{y_t}·s over a block of positions, for each tangent s.
+        """Sum the projections of the targets' gradients over a block of positions, for each tangent.
 
         Args:
-            targets: the true classes y_t at these positions; negative ones do not count.
-            projections: g_c·s at these positions.
+            targets: the true class at each of n positions; negative where there is none, which adds
+                nothing to the sum.
+            projections: the projections of the gradients of all classes on g tangents.
         """
+        # Class 0 stands in where there is no target, so that `gather` gets valid indices.
         index = targets.clamp_min(0)[:, None, None].expand(-1, projections.shape[1], 1)
-        of_targets = projections.gather(-1, index)[..., 0]
-        return torch.where((targets >= 0)[:, None], of_targets, 0.0).sum(0)
+        target_projections = projections.gather(-1, index)[..., 0]  # [n, g]
+        return torch.where((targets >= 0)[:, None], target_projections, 0.0).sum(0)
 
     def scores(
         self,
@@ -295,13 +328,13 @@ class TangentSums:
     ) -> dict[str, tuple[Float[Tensor, " t"], Float[Tensor, " t"]]]:
         """Compute each score with its standard error from the sums over all tangents.
 
-        The error of a sum of norms is NaN: it would need all projections at once.
+        The error of a sum of norms is NaN, for unknown: it would need all projections at once.
 
         Args:
             logits: the logits of the input at all positions.
 
         Returns:
-            Scores and errors at all positions, by the name of the method.
+            A dict from the name of each method to its scores and their errors at all positions.
         """
         scores: dict[str, tuple[Tensor, Tensor]] = {}
         for name, method in self.methods.items():
@@ -309,9 +342,9 @@ class TangentSums:
                 per_tangent = torch.stack(self.quadratic[name])  # [tangents, t]
                 error = per_tangent.std(0) / len(per_tangent) ** 0.5
                 scores[name] = per_tangent.mean(0), error
-                continue
-            value = self._sum_norms(method, logits)
-            scores[name] = value, torch.full_like(value, torch.nan)
+            else:
+                values = self._sum_norms(method, logits)
+                scores[name] = values, torch.full_like(values, torch.nan)
         return scores
 
     def _sum_norms(
@@ -319,21 +352,30 @@ class TangentSums:
         method: GradientScore,
         logits: Float[Tensor, "t c"],
     ) -> Float[Tensor, " t"]:
-        """Estimate Σ_m w_m ‖g_m‖ of a method from `squares`, a block of positions at a time."""
-        parts: list[Tensor] = []
-        for block in blocks(*self.shape):
+        """Estimate Σ_m w_m ‖g_m‖ at every position, from the sums of squared projections.
+
+        Args:
+            method: a score with power 1, which gives the weights w_m.
+            logits: the logits of the input at all positions.
+        """
+        block_sums: list[Tensor] = []
+        for block in position_blocks(*self.shape):
             squares = self.squares[method.direction][block].double()
             if method.direction == "classes":
                 assert self.likeliest is not None
-                # For the likeliest class there are squares in double precision.
+                # For the likeliest class there are sums in double precision.
                 index = self.likeliest[block]
                 squares = squares.scatter(-1, index, self.likeliest_squares[block])
             norms = unbiased_root(squares / self.tangents, self.tangents)
-            parts.append(weighted_sum(norms, method.weights_at(logits[block])))
-        return torch.cat(parts)
+            block_sums.append(weighted_sum(norms, method.weights_at(logits[block])))
+        return torch.cat(block_sums)
 
-    def of_text(self) -> float | None:
-        """Estimate ‖∇θ Σ_t log p(y_t)‖ / (the number of targets y_t); None without targets."""
+    def text_norm(self) -> float | None:
+        """Estimate ‖∇θ Σ_t log p(y_t)‖ / (number of targets), y_t the target at position t.
+
+        Returns:
+            One number for the whole input; None without targets.
+        """
         num_targets = 0 if self.targets is None else int((self.targets >= 0).sum())
         if num_targets == 0:
             return None

@@ -34,7 +34,7 @@ from qualms.methods.monte_carlo import (
 from qualms.parameters import SHARE, whole
 from qualms.random import generator
 
-CHANNEL_DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+CHANNEL_DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)  # they drop whole channels
 DROPOUT = (nn.Dropout, *CHANNEL_DROPOUT)
 DropoutLayer = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d
 
@@ -44,12 +44,12 @@ def drop(
     masks: Bool[Tensor, "n f"],
     p: float,
 ) -> Float[Tensor, "b n f"]:
-    """Apply dropout to features: mask them, and divide by 1 - p.
+    """Apply n dropout masks to the features of each input, and divide by 1 - p.
 
     Args:
         features: the features of each input.
-        masks: True for the features that stay, in each of n draws.
-        p: the share of features that is dropped.
+        masks: True for the features that are kept, for each of n draws.
+        p: the share of features that is dropped on average.
     """
     return features[:, None] * masks / (1 - p)
 
@@ -86,21 +86,22 @@ class InsertedDropout(MonteCarlo):
 
     @property
     def extra_passes(self) -> float:
-        """0: only the last layer runs for every draw."""
+        """0, since only the last layer runs for every draw."""
         return 0.0
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute mutual information over the predictions with each mask."""
-        # One mask for each draw, shared by all inputs: [draws, features].
         head = context.head
-        size = (self.draws, head.features.shape[1])
-        uniform = torch.rand(size, generator=generator(context.seed, 0))
+        # One mask for each draw, shared by all inputs: [draws, features].
+        shape = (self.draws, head.features.shape[1])
+        uniform = torch.rand(shape, generator=generator(context.seed, 0))
         masks = uniform.to(head.features.device) >= self.p
 
         def log_probs(block: slice) -> Iterator[Tensor]:
-            """Yield log p of some inputs for several masks at a time, [b, d, c]."""
+            """Yield log p of a block of inputs for d masks at a time, [b, d, c]."""
             features = head.features[block]
-            for mask_block in masks.split(draws_at_once(len(features), len(head.weight))):
+            num_classes = len(head.weight)
+            for mask_block in masks.split(draws_at_once(len(features), num_classes)):
                 logits = head.logits(drop(features, mask_block, self.p))
                 yield log_softmax(logits.double())
 
@@ -112,8 +113,8 @@ class MCDropout(MonteCarlo):
     """MC dropout, the model's own dropout layers stay on: mutual information over the masks
     (`divergence.mutual_information`).
 
-    What comes before the first dropout layer runs once and is replayed. The share of dropped units
-    is the model's own.
+    Operations before the first dropout layer run once, and later draws reuse their results. The
+    share of dropped units is the model's own.
 
     Example:
         ```python
@@ -143,40 +144,40 @@ class MCDropout(MonteCarlo):
             )
 
         def log_probs(block: slice) -> Iterator[Tensor]:
-            """Yield log p of some inputs for one draw after the other, [b, 1, c]."""
+            """Yield log p of a block of inputs for one draw after the other, [b, 1, c]."""
             part = take_samples(context.batch, block)
             replay = _Replay()
             for draw in range(self.draws):
-                logits = _forward_thinned(context, layers, part, draw, replay)
-                yield log_softmax(logits.double())[:, None]
+                logits = _forward_with_dropout(context, layers, part, draw, replay)
+                yield log_softmax(logits.double())[:, None]  # [b, 1, c]: one draw
 
-        def run(row: Batch) -> Tensor:
-            """Run one recorded pass, to measure its memory."""
-            return _forward_thinned(context, layers, row, 0, _Replay())
+        def run_first_draw(rows: Batch) -> Tensor:
+            """Run a forward pass that is recorded, so that its memory can be measured."""
+            return _forward_with_dropout(context, layers, rows, 0, _Replay())
 
         model_context, batch = context.model_context, context.batch
-        work = PassMemory("a pass that is replayed", run, ROWS_AT_ONCE)
+        work = PassMemory("a pass that is replayed", run_first_draw, ROWS_AT_ONCE)
         settings, cache = model_context.settings, model_context.cache
         max_inputs = work.rows_at_once(batch, num_samples(batch), settings, cache)
         return information_over_draws(context, self.draws, log_probs, max_inputs)
 
 
 @torch.no_grad()
-def _forward_thinned(
+def _forward_with_dropout(
     context: BatchContext,
     layers: Sequence[DropoutLayer],
     part: Batch,
     draw: int,
     replay: "_Replay",
 ) -> Float[Tensor, "b c"]:
-    """Compute the logits of one thinned network: the model with the masks of one draw.
+    """Compute the logits of the model with the dropout masks of one draw.
 
     Args:
-        context: the context that holds the model.
+        context: the context that holds the model and the seed.
         layers: the dropout layers of the model.
         part: the inputs.
-        draw: the number of the draw, which decides the masks.
-        replay: reuses what an earlier draw computed before the first dropout layer.
+        draw: the index of the draw, which with the seed decides the masks.
+        replay: reuses the results that an earlier draw computed before the first dropout layer.
     """
     noise = generator(context.seed, draw)
     with (
@@ -193,16 +194,16 @@ def _apply_masks(
     noise: torch.Generator,
     replay: "_Replay",
 ) -> Iterator[None]:
-    """Inside, dropout layers multiply by masks, although they are off in evaluation mode.
+    """Inside, dropout layers apply masks, although dropout is off in evaluation mode.
 
     Args:
         layers: the dropout layers.
         rows: the number of inputs in the batch.
-        noise: the generator that masks are drawn from.
-        replay: the recorder of results, whose prefix ends at the first dropout layer.
+        noise: the generator from which masks are drawn.
+        replay: is told when the first dropout layer runs, as operations differ from there on.
     """
 
-    def mask(layer: Any, _args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    def apply_mask(layer: Any, _args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         """Apply dropout to the result of a dropout layer; a hook that runs after the layer."""
         replay.end_prefix()
         if out.shape[0] != rows:
@@ -210,13 +211,14 @@ def _apply_masks(
                 "a dropout layer of the model receives a tensor whose first axis is not the "
                 "batch, so mc-dropout cannot use one mask for all inputs; use inserted-dropout."
             )
+        # One mask for all inputs; whole channels have axes of length 1 for their positions.
         shape: tuple[int, ...] = (1, *out.shape[1:])
-        if isinstance(layer, CHANNEL_DROPOUT):  # drops whole channels
+        if isinstance(layer, CHANNEL_DROPOUT):
             shape = (1, out.shape[1], *[1] * (out.ndim - 2))
-        stays = torch.rand(shape, generator=noise).to(out.device) >= layer.p
-        return out * stays / (1 - layer.p)
+        is_kept = torch.rand(shape, generator=noise).to(out.device) >= layer.p
+        return out * is_kept / (1 - layer.p)
 
-    handles = [layer.register_forward_hook(mask) for layer in layers]
+    handles = [layer.register_forward_hook(apply_mask) for layer in layers]
     try:
         yield
     finally:
@@ -225,28 +227,29 @@ def _apply_masks(
 
 
 class _Replay:
-    """Repeats a forward pass; what comes before `end_prefix` is computed only once.
+    """Speeds up repeated forward passes whose first operations, the prefix, are always the same.
 
-    Later runs return the results of the first run's operations again. If a later operation changes
-    one of them in place, they cannot be used, and later runs compute everything.
+    The first run records the results of these operations, up to a call of `end_prefix`. Later runs
+    return the recorded results instead of computing them. If a later operation changes one of them
+    in place, they cannot be reused, and later runs compute everything.
 
     Attributes:
-        results: the results of the operations before `end_prefix`, in order; None before the first
-            run, and if they cannot be used.
+        results: the results of the operations of the prefix, in order; None before the first run,
+            and if they cannot be reused.
     """
 
     def __init__(self) -> None:
         self.results: list[Any] | None = None
-        self._versions: list[
-            int
-        ] = []  # the version counters of the results at the end of the prefix
-        # Of the current run; None if nothing is recorded.
+        # The version counters of the recorded tensors at the end of the prefix.
+        self._versions: list[int] = []
+        # The function mode of the current run; None if the results cannot be reused.
         self._mode: _ReplayMode | None = None
+        # Becomes False once an operation has changed a recorded tensor in place.
         self._is_reusable = True
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Inside, a forward pass is recorded, or reuses the recorded results up to `end_prefix`."""
+        """Inside, record a forward pass, or reuse the recorded results up to `end_prefix`."""
         self._mode = _ReplayMode(self.results) if self._is_reusable else None
         if self._mode is None:
             yield
@@ -255,35 +258,40 @@ class _Replay:
             yield
         if self.results is None:
             self.results = self._mode.results
-        if self._versions != _versions(self.results):  # changed in place
+        was_changed_in_place = self._versions != _version_counters(self.results)
+        if was_changed_in_place:
             self._is_reusable = False
             self.results = None
 
     def end_prefix(self) -> None:
-        """Mark that from here on operations differ from run to run."""
+        """Declare that from here on operations differ from run to run.
+
+        Only the first call in a run has an effect.
+        """
         if self._mode is not None and self._mode.is_prefix:
             self._mode.is_prefix = False
-            if self.results is None:
-                self._versions = _versions(self._mode.results)
+            is_first_run = self.results is None
+            if is_first_run:
+                self._versions = _version_counters(self._mode.results)
 
 
-def _versions(results: list[Any]) -> list[int]:
+def _version_counters(results: list[Any]) -> list[int]:
     """Return the version counters of the tensors in `results`; in-place operations increment them."""
     return [t._version for t in tensors_in(results)]
 
 
 class _ReplayMode(TorchFunctionMode):
-    """Records the results of operations, or returns those of an earlier run.
+    """Records the results of operations in the first run; returns the recorded ones in later runs.
 
     Attributes:
-        earlier: the results of the first run, in order; None in the first run itself.
-        results: the results of this run.
+        recorded: the results of the first run, in order; None in the first run itself.
+        results: the results of this run so far.
         is_prefix: whether operations are still among those that every run has in common.
     """
 
-    def __init__(self, earlier: list[Any] | None) -> None:
+    def __init__(self, recorded: list[Any] | None) -> None:
         super().__init__()
-        self.earlier = earlier
+        self.recorded = recorded
         self.results: list[Any] = []
         self.is_prefix = True
 
@@ -294,9 +302,9 @@ class _ReplayMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and record its result, or return the result of the first run.
+        """Run an operation and record its result, or return its result from the first run.
 
-        After the prefix, operations just run.
+        After the prefix, operations run and nothing is recorded.
 
         Args:
             func: the operation.
@@ -307,8 +315,9 @@ class _ReplayMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.is_prefix:
             return func(*args, **kwargs)
-        if self.earlier is None:
+        if self.recorded is None:
             self.results.append(func(*args, **kwargs))
         else:
-            self.results.append(self.earlier[len(self.results)])
+            # The operations of all runs have the same order.
+            self.results.append(self.recorded[len(self.results)])
         return self.results[-1]

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import Batch, num_samples, parts_of
+from qualms.gradients.batch import Batch, num_samples, split_batch
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.context import BatchContext
@@ -20,17 +20,21 @@ from qualms.methods.method import GRADIENTS, SEVERAL_PASSES, Method
 from qualms.methods.noise import noise_inputs
 
 NOISE_INPUTS = 8
-INSTEAD = "energy, gradnorm-huang, odin or regrad"
+INSTEAD = "energy, gradnorm-huang, odin or regrad"  # the methods that errors advise to use
 
 
 def remove_rank_1(maps: Float[Tensor, "b c p"]) -> Float[Tensor, "b c p"]:
     """Subtract the rank-1 part of the largest singular value from each matrix: A - σ₁ u₁ v₁ᵀ.
 
+    σ₁ is the largest singular value of A, and u₁ and v₁ are its singular vectors.
+
     Args:
-        maps: a matrix A of channels by positions for each sample.
+        maps: a matrix A of c channels by p positions for each sample.
     """
     left, values, right = torch.linalg.svd(maps.double(), full_matrices=False)
-    return maps - (values[:, 0, None, None] * left[:, :, :1] * right[:, :1]).to(maps)
+    # A slice of length 1 keeps the axis: [b, c, 1] · [b, 1, p].
+    rank_1_part = values[:, 0, None, None] * left[:, :, :1] * right[:, :1]
+    return maps - rank_1_part.to(maps)
 
 
 @dataclass(frozen=True)
@@ -63,15 +67,15 @@ class RankFeat(Method):
 
     @property
     def extra_passes(self) -> float:
-        """A forward pass with the changed map."""
+        """1: a second forward pass, with the changed map."""
         return 1.0
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Compute the energy of the logits after the change."""
-        parts: list[Tensor] = []
+        """Compute the energy of the logits after the rank-1 part is subtracted."""
+        logits: list[Tensor] = []
         for part in context.chunks(context.batch):
-            parts.append(forward_with_changed_map(context.model, part, remove_rank_1, self.name))
-        return energy(torch.cat(parts).double())
+            logits.append(forward_with_changed_map(context.model, part, remove_rank_1, self.name))
+        return energy(torch.cat(logits).double())
 
 
 def gradient_densities(
@@ -80,25 +84,30 @@ def gradient_densities(
     """Compute for every channel the share of positions at which the gradient is not zero.
 
     Args:
-        gradients: gradients with respect to each feature map, [b, channel, height, width].
+        gradients: the gradients with respect to several feature maps of a network, each
+            [b, channel, height, width].
 
     Returns:
         The densities of the channels of all maps.
     """
-    return torch.cat(
-        [(g != 0).mean((2, 3), dtype=torch.double) for g in gradients],
-        dim=1,
-    )
+    densities = [(g != 0).mean((2, 3), dtype=torch.double) for g in gradients]
+    return torch.cat(densities, dim=1)
 
 
 def gaia_z(densities: Float[Tensor, "b channels"]) -> Float[Tensor, " b"]:
-    """GAIA-Z: the mean over channels of density², the density as in `gradient_densities`."""
+    """GAIA-Z: the mean over channels of density².
+
+    Args:
+        densities: for each input and channel, the share of positions at which the gradient is not
+            zero, as `gradient_densities` computes it.
+    """
     return densities.square().mean(1)
 
 
 @dataclass(frozen=True)
 class GAIA(Method):
-    """GAIA-Z: the mean over channels of the squared density of gradients by inner feature maps.
+    """GAIA-Z: the mean over channels of the squared density of gradients with respect to inner
+    feature maps.
 
     The density of a channel is the share of its positions at which ∂ max_c z_c with respect to the
     feature map is not zero. The paper finds more zeros where a network knows an input. The maps are
@@ -132,20 +141,25 @@ class GAIA(Method):
 
     @property
     def extra_passes(self) -> float:
-        """A forward pass, and a backward pass that counts as two."""
+        """3: a forward pass, and a backward pass that counts as two."""
         return 3.0
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Compute the mean over channels of density², and check that densities carry information."""
+        """Compute the mean over channels of density².
+
+        Raises:
+            QualmsError: if the densities of noise inputs are all the same, so that those of real
+                inputs carry no information.
+        """
         densities: list[Tensor] = []
-        # Whether an operation can have zero gradients, such as a ReLU.
+        # Whether an operation, such as a ReLU, can have zero gradients.
         has_flat = False
         with all_parameters_differentiable(context.model):
-            for part in context.chunks_with_graph(times=2):
-                density, is_flat = _measure_densities(context, part)
-                densities.append(density)
-                has_flat |= is_flat
-            is_informative = context.model_context.once(
+            for part in context.chunks_with_graph(memory_factor=2):
+                part_densities, part_has_flat = _measure_densities(context, part)
+                densities.append(part_densities)
+                has_flat |= part_has_flat
+            is_informative = context.model_context.get_or_compute(
                 self, lambda: _densities_vary(context, has_flat)
             )
         if not is_informative:
@@ -158,19 +172,20 @@ class GAIA(Method):
 
 
 def _densities_vary(context: BatchContext, has_flat: bool) -> bool:
-    """Whether densities differ between inputs of noise, so that they carry information.
+    """Whether the densities of gradients differ between inputs of noise, so that they can inform.
 
     Args:
         context: real inputs, whose shape the noise gets.
-        has_flat: the answer if noise cannot be made for this model.
+        has_flat: whether an operation of the model can have zero gradients; this is the answer if
+            noise inputs cannot be created for this model.
     """
     try:
         noise = noise_inputs(context, NOISE_INPUTS, GAIA.name)
     except QualmsError:
         return has_flat
-    size = context.model_context.rows_with_graph(noise, times=2)
-    parts = [_measure_densities(context, part)[0] for part in parts_of(noise, size)]
-    densities = torch.cat(parts)
+    max_rows = context.model_context.rows_with_graph(noise, memory_factor=2)
+    part_densities = [_measure_densities(context, part)[0] for part in split_batch(noise, max_rows)]
+    densities = torch.cat(part_densities)
     return bool((densities != densities[0]).any())
 
 
@@ -178,15 +193,16 @@ def _measure_densities(
     context: BatchContext,
     part: Batch,
 ) -> tuple[Float[Tensor, "b channels"], bool]:
-    """Run some inputs forward and backward, and compute the densities of all channels.
+    """Run some inputs forward and backward, and measure how many gradients are not zero.
 
     Args:
         context: the context that holds the model.
         part: the inputs.
 
     Returns:
-        The densities, and whether an operation of the model, such as a ReLU, can have zero
-        gradients.
+        For each channel of all feature maps, the share of positions at which the gradient of the
+        largest logit is not zero; and whether an operation of the model, such as a ReLU, can have
+        zero gradients.
     """
     recorder = MapRecorder(num_samples(part))
     logits = forward_logits(context.model, ModelInput(part), recorder)
@@ -194,7 +210,9 @@ def _measure_densities(
     edges = recorder.edges()
     gradients: list[Tensor] = []
     if edges:
+        # The sum over inputs gives each input its own gradient: inputs are independent.
         map_gradients = torch.autograd.grad(logits.amax(1).sum(), edges, allow_unused=True)
+        # None for maps that the logits do not depend on.
         gradients = [g for g in map_gradients if g is not None]
     if not gradients:
         raise QualmsError(

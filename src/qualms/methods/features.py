@@ -34,30 +34,33 @@ def largest_features(
     """Select the features above a percentile of each input's features; at least one.
 
     Args:
-        features: h.
+        features: the features of each input.
         percentile: p, from 0 to 100; the largest (100 - p) % of the features are selected.
 
     Returns:
         The values and the indices of the selected features, the largest first.
     """
-    count = features.shape[1]
-    return torch.topk(features, max(1, count - round(count * percentile / 100)), dim=1)
+    num_features = features.shape[1]
+    num_selected = max(1, num_features - round(num_features * percentile / 100))
+    return torch.topk(features, num_selected, dim=1)
 
 
 def activation_spread(features: Float[Tensor, "b f"], percentile: float) -> Float[Tensor, " b"]:
-    """Compute r = Σ_i h_i / Σ of the h_i above a percentile.
+    """Compute r: the sum of all features of an input, divided by that of the largest ones.
 
-    Negative features count as zero, so r is at least 1 and finite. Without a positive feature r is
-    1.
+    Negative features count as zero, so r is at least 1 and finite. It is 1 without a positive
+    feature.
 
     Args:
-        features: h.
-        percentile: from 0 to 100.
+        features: the features of each input.
+        percentile: from 0 to 100; features above this percentile of an input's features are the
+            largest ones.
     """
     active = features.double().relu()
     total = active.sum(1)
-    top = largest_features(active, percentile)[0].sum(1)
-    return torch.where(top > 0, total / top, 1.0)
+    largest_values, _ = largest_features(active, percentile)
+    largest_total = largest_values.sum(1)
+    return torch.where(largest_total > 0, total / largest_total, 1.0)
 
 
 def scale_features(
@@ -65,17 +68,17 @@ def scale_features(
     bias: Float[Tensor, " c"] | None,
     spreads: Float[Tensor, " b"],
 ) -> Float[Tensor, "b c"]:
-    """Compute the logits of exp(r) h from the logits of h: exp(r) (z - b) + b.
+    """Compute the logits that the features exp(r) h would have: exp(r) (z - b) + b.
 
     Args:
-        logits: z, the logits of h.
-        bias: b of the last linear layer.
-        spreads: r of each input.
+        logits: z, the logits of the features h of each input.
+        bias: b, the bias of the last linear layer; None if it has none.
+        spreads: r, the `activation_spread` of each input.
     """
-    shift = 0.0 if bias is None else bias.double()
+    b = 0.0 if bias is None else bias.double()
     # r exceeds MAX_SPREAD only at percentiles that leave fewer than one feature in eighty.
     factors = spreads.clamp(max=MAX_SPREAD).exp()
-    return (logits.double() - shift) * factors[:, None] + shift
+    return (logits.double() - b) * factors[:, None] + b
 
 
 def scale(
@@ -84,13 +87,13 @@ def scale(
     features: Float[Tensor, "b f"],
     percentile: float = 85.0,
 ) -> Float[Tensor, " b"]:
-    """SCALE: energy of the logits of exp(r) h, with r the `activation_spread` of h.
+    """SCALE: energy of the logits of exp(r) h, with r the `activation_spread` of the features h.
 
     Args:
-        logits: z, the logits of h.
-        bias: b of the last linear layer.
+        logits: the logits of h.
+        bias: the bias of the last linear layer; None if it has none.
         features: h, which the last linear layer reads.
-        percentile: p in the definition of r.
+        percentile: from 0 to 100; r compares all features with those above this percentile.
     """
     spreads = activation_spread(features, percentile)
     return energy(scale_features(logits, bias, spreads))
@@ -127,13 +130,13 @@ class SCALE(Method):
     rules: ClassVar = {"percentile": PERCENTILE}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Compute the energy of the logits of exp(r) h."""
+        """Compute the energy of the logits of exp(r) h, r the spread of the features h."""
         head = context.head
         return scale(context.logits, head.bias, head.features, self.percentile)
 
 
 def prune_features(features: Float[Tensor, "b f"], percentile: float) -> Float[Tensor, "b f"]:
-    """Keep the `largest_features`, those above a percentile, and set the others to zero."""
+    """Keep the features of each input above a percentile, at least one; set the others to zero."""
     values, index = largest_features(features, percentile)
     return torch.zeros_like(features).scatter(1, index, values)
 
@@ -146,13 +149,14 @@ def ash_s(
 ) -> Float[Tensor, " b"]:
     """ASH-S: energy of the logits of exp(r) h, with all h_i up to the percentile set to zero.
 
-    r is the `activation_spread` of h before it is pruned.
+    r is the `activation_spread` of the features h before they are pruned.
 
     Args:
         features: h, which the last linear layer reads.
-        weight: W of the last linear layer.
-        bias: b of the last linear layer.
-        percentile: p, both of the pruning and in the definition of r.
+        weight: the weight of the last linear layer.
+        bias: the bias of the last linear layer; None if it has none.
+        percentile: from 0 to 100; features above this percentile are kept, and r compares all
+            features with them.
     """
     logits = F.linear(prune_features(features, percentile), weight, bias)
     return energy(scale_features(logits, bias, activation_spread(features, percentile)))
@@ -201,9 +205,9 @@ def lts(
     """LTS: energy of r² z, -log Σ_c exp(r² z_c), with r the `activation_spread` of the features.
 
     Args:
-        logits: z.
-        features: h, which the last linear layer reads.
-        percentile: p in the definition of r.
+        logits: the logits z.
+        features: the features that the last linear layer reads.
+        percentile: from 0 to 100; r compares all features with those above this percentile.
     """
     factors = activation_spread(features, percentile) ** 2
     return energy(logits * factors[:, None])
@@ -236,7 +240,7 @@ class LTS(Method):
     rules: ClassVar = {"percentile": PERCENTILE}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Compute the energy of r² z."""
+        """Compute the energy of the logits times r², r the spread of the last layer's features."""
         return lts(context.logits, context.head.features, self.percentile)
 
 
@@ -244,10 +248,10 @@ def gradnorm_huang(
     logits: Float[Tensor, "b c"],
     features: Float[Tensor, "b f"],
 ) -> Float[Tensor, " b"]:
-    """Minus ‖∇_W KL(uniform ‖ p)‖₁ = -Σ_c |p_c - 1/C| · ‖h‖₁; the gradient is (p - 1/C) hᵀ.
+    """Compute -‖∇_W KL(uniform ‖ p)‖₁ = -Σ_c |p_c - 1/C| · ‖h‖₁, as the gradient is (p - 1/C) hᵀ.
 
     Args:
-        logits: the logits, whose softmax is p.
+        logits: the logits of C classes, whose softmax is p.
         features: h, which the last linear layer reads; W is this layer's weight.
     """
     return -distance_from_uniform(logits) * features.double().abs().sum(-1)
@@ -279,17 +283,17 @@ class GradNormHuang(Method):
     cost = "1"
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """-Σ_c |p_c - 1/C| · ‖h‖₁."""
+        """Compute -Σ_c |p_c - 1/C| · ‖h‖₁ from the probabilities p and the features h."""
         return gradnorm_huang(context.logits, context.head.features)
 
 
 def row_space(weight: Float[Tensor, "c f"]) -> Float[Tensor, "r f"]:
-    """Compute an orthonormal basis of the row space of a weight: its right singular vectors.
+    """Compute an orthonormal basis of the row space of a weight: its r right singular vectors.
 
-    Singular vectors whose singular values are no more than rounding are left out.
+    Singular vectors whose singular values are no larger than rounding errors are left out.
 
     Raises:
-        QualmsError: if the row space is empty, or all of the feature space.
+        QualmsError: if the weight is zero, or its rows span the whole space of features.
     """
     _, values, vectors = torch.linalg.svd(weight.double(), full_matrices=False)
     rounding = max(weight.shape) * torch.finfo(at_least_float32(weight).dtype).eps
@@ -312,13 +316,14 @@ def clafr(features: Float[Tensor, "b f"], basis: Float[Tensor, "r f"]) -> Float[
     """ClaFR: ‖h - V Vᵀ h‖ / ‖h‖, the share of the norm outside of a subspace; 0 for a zero vector.
 
     Args:
-        features: h.
-        basis: Vᵀ, with basis vectors as rows, such as the `row_space` of the last layer's weight.
+        features: h, the features of each input.
+        basis: Vᵀ, an orthonormal basis of the subspace, with the r basis vectors as rows; such as
+            the `row_space` of the last layer's weight.
     """
     h = features.double()
-    size = h.norm(dim=1)
-    outside = (h - h @ basis.T @ basis).norm(dim=1)
-    return torch.where(size > 0, outside / size, 0.0)
+    norm = h.norm(dim=1)
+    norm_outside = (h - h @ basis.T @ basis).norm(dim=1)
+    return torch.where(norm > 0, norm_outside / norm, 0.0)
 
 
 @dataclass(frozen=True)
@@ -354,7 +359,7 @@ class ClaFR(Method):
     cost = "1"
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """‖h - V Vᵀ h‖ / ‖h‖."""
+        """Compute `clafr`, with the row space of the last layer's weight as the subspace."""
         head = context.head
-        basis = context.model_context.once(self, lambda: row_space(head.weight))
+        basis = context.model_context.get_or_compute(self, lambda: row_space(head.weight))
         return clafr(head.features, basis)

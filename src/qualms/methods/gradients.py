@@ -1,9 +1,10 @@
 """The gradient scores: sums of gradient norms ‖g_c‖, g_c = ∇θ log p_c, over all parameters θ.
 
-Each is a function of tensors and a class that registers it. The functions of sums take norms [b, c]
-of all class gradients, such as `qualms.class_gradient_norms` returns, with p or log p. Those of a
-single gradient take the gradients themselves. The classes hold only the weights of the sum: engines
-compute the norms, and estimate the sum from some of the classes or from random tangents.
+Each is a function of tensors and a class that registers it. A function that sums over classes takes
+the norms [b, c] of all class gradients, such as `qualms.class_gradient_norms` returns, with the
+probabilities p or log p. A function of a single gradient takes the gradients themselves. The
+classes hold only the weights of the sum: engines compute the norms, or estimate the sum from some
+of the classes or from random tangents.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,12 @@ from qualms.methods.method import WANG_JI
 
 
 def regrad(norms: Float[Tensor, "b c"], log_probs: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
-    """REGrad: Σ_c sqrt(p_c) ‖∇θ log p_c‖."""
+    """REGrad: Σ_c sqrt(p_c) ‖∇θ log p_c‖.
+
+    Args:
+        norms: ‖∇θ log p_c‖ of each input and class.
+        log_probs: log p_c.
+    """
     return weighted_sum(norms, (log_probs / 2).exp())
 
 
@@ -47,16 +53,24 @@ class REGrad(GradientScore):
     direction = "classes"
 
     def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """sqrt(p_c)."""
+        """Compute the weight sqrt(p_c) of each class c from its probability."""
         return probs.sqrt()
 
     def weights_at(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """Compute sqrt(p_c) in log space: it can be positive where p_c itself underflows."""
+        """Compute the weight sqrt(p_c) of each class c, in log space.
+
+        It can be positive where p_c itself underflows.
+        """
         return (log_softmax(logits.double()) / 2).exp()
 
 
 def exgrad(norms: Float[Tensor, "b c"], probs: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
-    """ExGrad: Σ_c p_c ‖∇θ log p_c‖."""
+    """ExGrad: Σ_c p_c ‖∇θ log p_c‖.
+
+    Args:
+        norms: ‖∇θ log p_c‖ of each input and class.
+        probs: p_c.
+    """
     return weighted_sum(norms, probs)
 
 
@@ -84,12 +98,16 @@ class ExGrad(GradientScore):
     direction = "classes"
 
     def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """p_c."""
+        """Return the weight p_c of each class c, which is its probability."""
         return probs
 
 
 def ungrad(norms: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
-    """UNGrad: (1/C) Σ_c ‖∇θ log p_c‖."""
+    """UNGrad: (1/C) Σ_c ‖∇θ log p_c‖, the mean over C classes.
+
+    Args:
+        norms: ‖∇θ log p_c‖ of each input and class.
+    """
     return norms.mean(-1)
 
 
@@ -117,12 +135,17 @@ class UNGrad(GradientScore):
     direction = "classes"
 
     def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """1/C for every class, whatever the probabilities."""
+        """Return 1/C for each of the C classes, whatever the probabilities."""
         return torch.full_like(probs, 1 / probs.shape[-1])
 
 
 def fisher(norms: Float[Tensor, "b c"], probs: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
-    """Fisher: Σ_c p_c ‖∇θ log p_c‖²."""
+    """Fisher: Σ_c p_c ‖∇θ log p_c‖².
+
+    Args:
+        norms: ‖∇θ log p_c‖ of each input and class.
+        probs: p_c.
+    """
     return weighted_sum(norms.square(), probs)
 
 
@@ -131,8 +154,8 @@ class Fisher(GradientScore):
     """The trace of the Fisher information of one input: Σ_c p_c ‖∇θ log p_c‖².
 
     It is twice the limit of `perturb-theta` for small σ, divided by σ²:
-    E KL = σ²/2 · Σ_c p_c ‖∇θ log p_c‖² + O(σ⁴). One random tangent gives one number of the sum,
-    however many classes there are.
+    E KL = σ²/2 · Σ_c p_c ‖∇θ log p_c‖² + O(σ⁴). From a sketch, one random tangent gives an estimate
+    of the whole sum, however many classes there are.
 
     Example:
         ```python
@@ -152,12 +175,17 @@ class Fisher(GradientScore):
     power = 2
 
     def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """p_c."""
+        """Return the weight p_c of each class c, which is its probability."""
         return probs
 
 
 def isotropic(norms: Float[Tensor, "b c"], probs: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
-    """Isotropic: Σ_c ‖∇θ p_c‖² = Σ_c p_c² ‖∇θ log p_c‖²."""
+    """Isotropic: Σ_c ‖∇θ p_c‖² = Σ_c p_c² ‖∇θ log p_c‖².
+
+    Args:
+        norms: ‖∇θ log p_c‖ of each input and class.
+        probs: p_c.
+    """
     return weighted_sum(norms.square(), probs.square())
 
 
@@ -186,7 +214,7 @@ class Isotropic(GradientScore):
     power = 2
 
     def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """p_c²."""
+        """Compute the weight p_c² of each class c from its probability."""
         return probs.square()
 
 
@@ -194,7 +222,11 @@ class Isotropic(GradientScore):
 
 
 def gradnorm(gradients: Float[Tensor, "b c p"]) -> Float[Tensor, " b"]:
-    """GradNorm: ‖(1/C) Σ_c g_c‖, from all class gradients g_c = ∇θ log p_c."""
+    """GradNorm: ‖(1/C) Σ_c g_c‖, the norm of the mean gradient over C classes.
+
+    Args:
+        gradients: g_c = ∇θ log p_c of each input and class, over all p parameters.
+    """
     return gradients.mean(1).norm(dim=-1)
 
 
@@ -226,15 +258,19 @@ class GradNorm(GradientScore):
     direction = "uniform"
 
     def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b 1"]:
-        """1: the norm itself."""
+        """Return 1 for the only gradient: the score is its norm."""
         return torch.ones_like(probs[:, :1])
 
 
 def negrad(gradients: Float[Tensor, "b c p"], probs: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
-    """NEGrad: ‖Σ_c p_c g_c‖, from all class gradients g_c = ∇θ log p_c.
+    """NEGrad: ‖Σ_c p_c g_c‖, the norm of the expected gradient.
 
-    This is zero if the probabilities p belong to the same input as the gradients. With smoothing
-    they do not.
+    This is zero if the probabilities and the gradients are those of the same input. With smoothing
+    they are not: gradients are averaged over perturbed inputs.
+
+    Args:
+        gradients: g_c = ∇θ log p_c of each input and class, over all p parameters.
+        probs: p_c, the probability of each class.
     """
     return (probs[:, :, None] * gradients).sum(1).norm(dim=-1)
 
@@ -243,9 +279,9 @@ def negrad(gradients: Float[Tensor, "b c p"], probs: Float[Tensor, "b c"]) -> Fl
 class NEGrad(GradientScore):
     """NEGrad, the norm of the expected gradient: ‖Σ_c p_c ∇θ log p_c‖ (a baseline of the paper).
 
-    The score function has zero mean, so this is identically zero in exact arithmetic, and it is
-    zero here. A sum as written would leave rounding of the order of 1e-16, which grows with the
-    gradients and so ranks inputs much like them: a signal out of nothing. With smoothing the score
+    The expectation of ∇θ log p_c is zero, so this is zero in exact arithmetic, and it is zero here.
+    A sum as written would leave rounding errors of the order of 1e-16, which grow with the
+    gradients and so rank inputs much like them: a signal out of nothing. With smoothing the score
     is not zero, because the weights p_c are those of the unperturbed input.
 
     Example:
@@ -265,14 +301,14 @@ class NEGrad(GradientScore):
     direction = "expected"
 
     def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b 1"]:
-        """1: the norm itself."""
+        """Return 1 for the only gradient: the score is its norm."""
         return torch.ones_like(probs[:, :1])
 
 
 def confounding_label(
     gradient: Float[Tensor, "b p"],
 ) -> Float[Tensor, " b"]:
-    """Minus ‖∇θ L‖, L the binary cross-entropy with every class on.
+    """Compute -‖∇θ L‖, with L the binary cross-entropy of the logits with every class on.
 
     Args:
         gradient: ∇θ L of each input, over all p parameters.
@@ -307,5 +343,5 @@ class ConfoundingLabel(GradientScore):
     direction = "confounding"
 
     def weights(self, probs: Float[Tensor, "b c"]) -> Float[Tensor, "b 1"]:
-        """-1: minus the norm."""
+        """Return -1 for the only gradient: the score is minus its norm."""
         return -torch.ones_like(probs[:, :1])

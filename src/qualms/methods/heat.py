@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError, reason
-from qualms.gradients.batch import num_samples, take_samples
+from qualms.gradients.batch import num_samples, slices, split_batch
 from qualms.gradients.directions import CONTRASTS, Directions
 from qualms.methods.context import BatchContext
 from qualms.methods.head import (
@@ -44,45 +44,52 @@ from qualms.methods.logits import GEN
 from qualms.methods.method import GRADIENTS, Estimate, Method
 from qualms.methods.noise import noise_inputs, scale_noise
 
-BLOCKS = 3
+BLOCKS = 3  # the number of blocks before the classifier whose gradients count
 NOISE_INPUTS = 32
-LOUDER = 64.0
-# A length that grows by less than this, when noise is made LOUDER, is fixed.
+LOUDER = 64.0  # the factor by which noise inputs are scaled
+# The features' norm is taken to be fixed if it grows by less than this when noise is scaled.
 FREE = 4.0
-COLDEST, HOTTEST = 1e-6, 1e6
+COLDEST, HOTTEST = 1e-6, 1e6  # the bounds of the temperature
 SMALLEST = 1e-300
+# For requests that are only asked for the shapes of their inputs.
 NO_DIRECTIONS = Directions(())
 
 
 def log_heat(logits: Float[Tensor, "b c"], temperature: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
     """Compute log(T · H(softmax(z / T))), accurate even if a class has probability 1 - 1e-300.
 
-    With u_c = (z_c - max z) / T ≤ 0 and s = Σ exp u_c over all classes but the likeliest,
-    H = log(1 + s) + Σ exp(u_c) (-u_c) / (1 + s), both terms positive.
+    H is the entropy. With u_c = (z_c - max z) / T ≤ 0 and s = Σ exp u_c over all classes but the
+    likeliest, H = log(1 + s) + Σ exp(u_c) (-u_c) / (1 + s), both terms positive.
 
     Args:
-        logits: z.
+        logits: the logits z.
         temperature: T of each input.
     """
     best = logits.argmax(-1, keepdim=True)
     u = (logits - logits.gather(-1, best)) / temperature[:, None]
+    # exp(-∞) = 0 leaves the likeliest class out of the sum.
     u = u.scatter(-1, best, -torch.inf)
     log_s = u.logsumexp(-1)
     log_total = torch.nn.functional.softplus(log_s)  # log(1 + s)
     # log log(1 + s), which is log s where s is tiny.
-    first = torch.where(log_s < -30, log_s, log_total.clamp_min(SMALLEST).log())
-    second = (u + (-u).log()).scatter(-1, best, -torch.inf).logsumexp(-1) - log_total
-    return temperature.log() + torch.logaddexp(first, second)
+    log_first_term = torch.where(log_s < -30, log_s, log_total.clamp_min(SMALLEST).log())
+    # log(exp(u) (-u)); for the likeliest class it would be -∞ + ∞.
+    log_products = (u + (-u).log()).scatter(-1, best, -torch.inf)
+    log_second_term = log_products.logsumexp(-1) - log_total
+    return temperature.log() + torch.logaddexp(log_first_term, log_second_term)
 
 
 def head_trace(head: Head) -> Float[Tensor, " b"]:
     """Compute tr(P G P) of a linear classifier: (C - 1)(‖h‖² + 1), or (C - 1)‖h‖² without a bias.
 
-    G = J Jᵀ, J the derivative of the logits with respect to the classifier's weight and bias, and
+    G = J Jᵀ, J the derivative of the C logits with respect to the classifier's weight and bias, and
     P = I - 11ᵀ/C. h are the features in `head`.
     """
-    energy = head.features.double().square().sum(-1) + (0 if head.bias is None else 1)
-    return (len(head.weight) - 1) * energy
+    squared_norms = head.features.double().square().sum(-1)
+    if head.bias is not None:
+        squared_norms = squared_norms + 1
+    num_classes = len(head.weight)
+    return (num_classes - 1) * squared_norms
 
 
 def block_traces(
@@ -91,38 +98,40 @@ def block_traces(
 ) -> tuple[Float[Tensor, "b l"], Float[Tensor, "b c"]]:
     """Compute tr(P G_l P) of blocks l of parameters, or estimate it if there are over 17 classes.
 
-    G_l = J Jᵀ, J the derivative of the logits with respect to the parameters of block l, and
+    G_l = J Jᵀ, J the derivative of the C logits with respect to the parameters of block l, and
     P = I - 11ᵀ/C.
 
     Args:
-        context: the inputs.
-        blocks: names of the parameters of each block l.
+        context: the batch of inputs.
+        blocks: the names of the parameters of each block l.
 
     Returns:
-        The traces, and the logits that the engine computed; it runs inputs alone if they influence
-        each other.
+        The traces, and the logits that the engine computed. They differ from `context.logits` if
+        the inputs of a batch influence each other, as the engine then runs each input alone.
     """
     block_of_name = {name: i for i, block in enumerate(blocks) for name in block}
     params = frozenset(block_of_name)
-    table = context.exact_table(params, Directions(("contrasts",)), granularity="tensor")
-    # The trace is a sum of squared norms along contrasts of classes: [b, parameter tensors].
+    table = context.measure_exactly(params, Directions(("contrasts",)), granularity="tensor")
+    # The trace is a sum of squared norms over the contrasts of classes: [b, parameter tensors].
     squares = table.values.double().square().sum(1)
-    index = torch.tensor(
+    block_of_tensor = torch.tensor(
         [block_of_name[name] for name in table.layers],
         device=squares.device,
     )
-    traces = squares.new_zeros(len(squares), len(blocks)).index_add_(1, index, squares)
+    traces = squares.new_zeros(len(squares), len(blocks))
+    # Add up the tensors of each block.
+    traces.index_add_(1, block_of_tensor, squares)
     return traces, table.logits.double()
 
 
 @dataclass(frozen=True)
 class Unit:
-    """ρ₀, the unit of the temperature of a model: T = ρ(x) / ρ₀.
+    """ρ₀, the unit of a model's temperature T = ρ(x) / ρ₀, with ρ(x) the ratio of traces of input x.
 
     Attributes:
-        blocks: names of the parameters of each block that counts.
-        log_ratio: log ρ₀; None if T is always 1.
-        why: the reason why T is always 1, as a clause; empty if it is not.
+        blocks: the names of the parameters of each block whose gradients count.
+        log_ratio: log ρ₀; None if T is 1 for every input.
+        why: a clause that says why T is 1 for every input; empty if it is not.
     """
 
     blocks: tuple[tuple[str, ...], ...]
@@ -152,69 +161,78 @@ class Heat(Method):
     always_exact = True
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Compute `log_heat` at T = ρ(x) / ρ₀."""
-        unit = self.unit(context)
+        """Compute `log_heat` at the temperature T = ρ(x) / ρ₀."""
+        unit = self.get_unit(context)
         if unit.log_ratio is None:
             return log_heat(context.logits, torch.ones_like(context.logits[:, 0]))
-        log_ratio, logits = self._log_ratio(context, unit.blocks)
-        log_t = torch.where(log_ratio.isfinite(), log_ratio - unit.log_ratio, 0.0)
-        return log_heat(logits, log_t.exp().clamp(COLDEST, HOTTEST))
+        log_ratio, logits = self._compute_log_ratio(context, unit.blocks)
+        # T = 1 for inputs whose gradients or features are all zero.
+        log_temperature = torch.where(log_ratio.isfinite(), log_ratio - unit.log_ratio, 0.0)
+        return log_heat(logits, log_temperature.exp().clamp(COLDEST, HOTTEST))
 
     def estimate(self, context: BatchContext) -> Estimate:
         """Compute the scores; their errors are NaN (unknown) if traces are estimated from contrasts."""
         values = self.score(context)
         is_estimate = context.num_classes - 1 > CONTRASTS
-        if is_estimate and self.unit(context).log_ratio is not None:
+        if is_estimate and self.get_unit(context).log_ratio is not None:
             return Estimate(values, torch.full_like(values, math.nan))
         return Estimate(values)
 
     def note(self, context: BatchContext) -> str | None:
-        """Return the reason why T is 1 for this model; None if T is measured."""
-        why = self.unit(context).why
+        """Return a sentence that says why T is 1 for this model; None if T is measured."""
+        why = self.get_unit(context).why
         return f"{why}, so {self.name} equals the entropy (T = 1)." if why else None
 
     def combine(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
-        """Compute log ρ from the logarithms of the blocks' ratios: ρ is their sum."""
+        """Compute log ρ of each input from the logarithms of its l blocks' ratios: ρ is their sum."""
         return log_ratios.logsumexp(-1)
 
-    def _log_ratio(
+    def _compute_log_ratio(
         self,
         context: BatchContext,
         blocks: tuple[tuple[str, ...], ...],
     ) -> tuple[Float[Tensor, " b"], Float[Tensor, "b c"]]:
-        """Compute log ρ of each input, and the logits that the engine computed with it.
+        """Compute log ρ of each input: ρ combines the ratios of each block's trace to the head's.
 
         log ρ is infinite or NaN for inputs whose gradients or features are all zero.
-        """
-        traces, logits = block_traces(context, blocks)
-        head = _head_of(context, logits)
-        return self.combine(traces.log() - head_trace(head).log()[:, None]), logits
-
-    def unit(self, context: BatchContext) -> Unit:
-        """Return ρ₀ for inputs of this shape, which is measured once for each shape.
-
-        Whether T is always 1 is decided once for all shapes: else batches of two shapes could have
-        scores of two kinds, which cannot be compared.
-        """
-        units: dict[Any, Unit] = context.model_context.once(self, dict)
-        shapes = context.request(NO_DIRECTIONS, None).shapes
-        if shapes not in units:
-            first = next(iter(units.values()), None)
-            if first is not None and first.why:
-                units[shapes] = first
-            else:
-                units[shapes] = self._measure_unit(context, first)
-        return units[shapes]
-
-    def _measure_unit(self, context: BatchContext, first: Unit | None) -> Unit:
-        """Measure ρ₀ on inputs of noise.
 
         Args:
-            context: real inputs, for their shape.
-            first: the unit of the first shape of inputs; None if this is the first. It is returned
-                if most noise inputs of this shape have no ρ.
+            context: the batch of inputs.
+            blocks: the names of the parameters of each block.
+
+        Returns:
+            log ρ, and the logits that the engine computed together with the gradients.
         """
-        blocks = self._blocks(context)
+        traces, logits = block_traces(context, blocks)
+        head = _head_of_logits(context, logits)
+        log_ratios = traces.log() - head_trace(head).log()[:, None]
+        return self.combine(log_ratios), logits
+
+    def get_unit(self, context: BatchContext) -> Unit:
+        """Return ρ₀ for inputs of this shape; it is measured at the first batch of each shape.
+
+        Whether T is 1 for every input is decided once for all shapes: else batches of two shapes
+        could have scores of two kinds, which cannot be compared.
+        """
+        units: dict[Any, Unit] = context.model_context.get_or_compute(self, dict)
+        shapes = context.create_request(NO_DIRECTIONS, None).shapes
+        if shapes not in units:
+            first_unit = next(iter(units.values()), None)
+            if first_unit is not None and first_unit.why:
+                units[shapes] = first_unit
+            else:
+                units[shapes] = self._measure_unit(context, first_unit)
+        return units[shapes]
+
+    def _measure_unit(self, context: BatchContext, first_unit: Unit | None) -> Unit:
+        """Measure ρ₀, the geometric mean of ρ over inputs of noise.
+
+        Args:
+            context: real inputs, whose shape the noise inputs get.
+            first_unit: the unit of the first shape of inputs; None if this is the first shape. It
+                is returned if most noise inputs of this shape have no ρ.
+        """
+        blocks = self._find_last_blocks(context)
         if not blocks:
             return Unit(
                 blocks,
@@ -226,42 +244,44 @@ class Heat(Method):
             noise_inputs(context, NOISE_INPUTS, self.name),
         )
         try:
-            if first is None and feature_growth(noise) < FREE:
+            if first_unit is None and feature_growth(noise) < FREE:
                 why = "the norm of the classifier's features hardly grows with the input"
                 return Unit(blocks, None, why)
-            log_ratio = self._log_ratio(noise, blocks)[0]
+            log_ratio, _ = self._compute_log_ratio(noise, blocks)
         except QualmsError as error:
             raise QualmsError(
-                f"{self.name} runs the model on {NOISE_INPUTS} noise inputs, which failed "
-                f"({reason(error)}); use regrad+layers or entropy."
+                f"{self.name} needs to run the model on {NOISE_INPUTS} noise inputs, but this "
+                f"failed ({reason(error)}); use regrad+layers or entropy."
             ) from error
         finite = log_ratio[log_ratio.isfinite()]
         if 2 * len(finite) >= NOISE_INPUTS:
             return Unit(blocks, float(finite.mean()))
-        if first is not None:
-            return first
+        if first_unit is not None:
+            return first_unit
         return Unit(
             blocks,
             None,
             "the last blocks get no gradient for most noise inputs",
         )
 
-    def _blocks(self, context: BatchContext) -> tuple[tuple[str, ...], ...]:
+    def _find_last_blocks(self, context: BatchContext) -> tuple[tuple[str, ...], ...]:
         """Find the names of the parameters of the last three blocks before the classifier."""
-        # An input that the model rejects is reported as such.
+        # Run the model once, so that an input that it rejects is reported as such.
         _ = context.logits
         model, batch = context.model, context.batch
         blocks = find_blocks(model, batch, context.model_context.settings.params, self.name)
-        last = without_head(blocks, context.head, model, batch)[-BLOCKS:]
-        return tuple(tuple(block) for block in last)
+        last_blocks = without_head(blocks, context.head, model, batch)[-BLOCKS:]
+        # Tuples, as the fields of the frozen `Unit` are immutable.
+        return tuple(tuple(block) for block in last_blocks)
 
 
 @dataclass(frozen=True)
 class HeatGeometric(Heat):
     """Heat with the geometric mean of the three blocks' ratios instead of their sum.
 
-    A factor that is moved from one block's weights to another's, which preserves the function of a
-    network of rectifiers without biases, changes the sum and not the mean.
+    In a network of ReLUs without biases, one block's weights can be multiplied by a factor and
+    another's divided by it without a change to the function. This changes the sum of the ratios,
+    but not their geometric mean.
 
     Example:
         ```python
@@ -277,7 +297,10 @@ class HeatGeometric(Heat):
     name = "heat-geometric"
 
     def combine(self, log_ratios: Float[Tensor, "b l"]) -> Float[Tensor, " b"]:
-        """Compute log ρ from the logarithms of the blocks' ratios: ρ is their geometric mean."""
+        """Compute log ρ of each input from the logarithms of its l blocks' ratios.
+
+        ρ is their geometric mean.
+        """
         return log_ratios.mean(-1)
 
 
@@ -291,30 +314,33 @@ def feature_growth(noise: BatchContext) -> float:
         The median over the inputs. 1 if the features of most inputs are zero with either noise;
         infinite if the louder noise overflows the model's numbers.
     """
-    loud = scale_noise(noise.batch, LOUDER, noise.seed)
-    size = noise.model_context.rows_at_once(noise.batch)
-    heads: list[Head | QualmsError] = []
-    for start in range(0, num_samples(noise.batch), size):
-        part = loud.take(slice(start, start + size))
+    loud_noise = scale_noise(noise.batch, LOUDER, noise.seed)
+    max_rows = noise.model_context.rows_at_once(noise.batch)
+    loud_heads: list[Head | QualmsError] = []
+    for part in slices(num_samples(noise.batch), max_rows):
         try:
-            heads.append(forward_with_head(noise.model, part)[1])
+            _, head = forward_with_head(noise.model, loud_noise.take(part))
         except QualmsError:
             return math.inf
-    loud_head = Head.concatenate(heads)
+        loud_heads.append(head)
+    loud_head = Head.concatenate(loud_heads)
     if isinstance(loud_head, QualmsError):
         return math.inf
-    before = noise.head.features.double().norm(dim=-1).log()
-    after = loud_head.features.double().norm(dim=-1).log()
-    growth = (after - before)[before.isfinite() & after.isfinite()]
-    return float(growth.median().exp()) if 2 * len(growth) >= len(before) else 1.0
+    log_norms = noise.head.features.double().norm(dim=-1).log()
+    loud_log_norms = loud_head.features.double().norm(dim=-1).log()
+    # The logarithm of a zero norm is infinite.
+    is_finite = log_norms.isfinite() & loud_log_norms.isfinite()
+    log_growth = (loud_log_norms - log_norms)[is_finite]
+    if 2 * len(log_growth) < len(log_norms):
+        return 1.0
+    return float(log_growth.median().exp())
 
 
-def _head_of(context: BatchContext, logits: Float[Tensor, "b c"]) -> Head:
-    """Return the head with the features that these logits were computed from.
+def _head_of_logits(context: BatchContext, logits: Float[Tensor, "b c"]) -> Head:
+    """Return the head with the features from which an engine computed given logits.
 
-    ρ divides by a trace of these features, so gradients and features must fit together.
-    If the logits differ from those of the plain pass, inputs of a batch influence each other, and
-    each input is run alone, as the engine did.
+    If the logits differ from those of the plain forward pass, inputs of a batch influence each
+    other. Then the engine ran each input alone, and so does this function.
 
     Args:
         context: the batch.
@@ -324,8 +350,9 @@ def _head_of(context: BatchContext, logits: Float[Tensor, "b c"]) -> Head:
     if torch.allclose(logits, context.logits, rtol=1e-3, atol=1e-3 * largest):
         return context.head
     heads: list[Head | QualmsError] = []
-    for i in range(num_samples(context.batch)):
-        heads.append(forward_with_head(context.model, take_samples(context.batch, [i]))[1])
+    for single_input in split_batch(context.batch, 1):
+        _, head = forward_with_head(context.model, single_input)
+        heads.append(head)
     return require_head(Head.concatenate(heads))
 
 
@@ -370,30 +397,30 @@ class Recommended(Method):
         return f"recommended picked {method.spec}, because {why}."
 
     def pick(self, context: BatchContext) -> tuple[Method, str]:
-        """Pick `heat` or `gen` on the first inputs, and keep the choice for the model.
+        """Return `heat` or `gen`, picked at the model's first batch.
 
-        The choice is kept because scores of two methods cannot be compared.
+        The choice is kept for later batches, because scores of two methods cannot be compared.
 
         Returns:
-            The method, and the reason as a clause.
+            The method, and a clause that says why it was picked.
         """
-        return context.model_context.once(self, lambda: _pick_method(context))
+        return context.model_context.get_or_compute(self, lambda: _pick_method(context))
 
 
 def _pick_method(context: BatchContext) -> tuple[Method, str]:
     """Pick `gen` if the temperature of `heat` would always be 1 or cannot be measured, else `heat`.
 
     Returns:
-        The method, and the reason as a clause.
+        The method, and a clause that says why it was picked.
     """
-    _ = (
-        context.logits
-    )  # raises an error if the model rejects the input: that is no reason to pick `gen`
+    # Raises an error if the model rejects the input: that is no reason to pick `gen`.
+    _ = context.logits
     try:
-        why = Heat().unit(context).why
+        why = Heat().get_unit(context).why
     except QualmsError as error:
-        # What is wrong, without the advice after the semicolon.
-        why = str(error).partition(";")[0].replace("this method", "heat").rstrip(".")
+        # The part of the message that says what is wrong, without the advice after the semicolon.
+        problem, _, _ = str(error).partition(";")
+        why = problem.replace("this method", "heat").rstrip(".")
     if why:
         return GEN(), why
     return (

@@ -44,12 +44,15 @@ class Entropy(Method):
     cost = "1"
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """-Σ_c p_c log p_c."""
+        """Compute -Σ_c p_c log p_c from the log-probabilities."""
         return entropy(context.log_probs)
 
 
 def msp(log_probs: Float[Tensor, "*b c"]) -> Float[Tensor, "*b"]:
-    """Maximum softmax probability, as uncertainty: 1 - max_c p_c."""
+    """Maximum softmax probability, as uncertainty: 1 - max_c p_c.
+
+    It is computed from log p_c without cancellation, so it is accurate for confident predictions.
+    """
     return -(log_probs.amax(-1)).expm1()
 
 
@@ -77,18 +80,18 @@ class MSP(Method):
     cost = "1"
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """1 - max_c p_c."""
+        """Compute 1 - max_c p_c from the log-probabilities."""
         return msp(context.log_probs)
 
 
 def max_logit(logits: Float[Tensor, "*b c"]) -> Float[Tensor, "*b"]:
-    """Largest logit, as uncertainty: -max_c z_c. A shift of all logits changes it."""
+    """Largest logit, as uncertainty: -max_c z_c. Adding a constant to all logits changes it."""
     return -logits.amax(-1)
 
 
 @dataclass(frozen=True)
 class MaxLogit(Method):
-    """Largest logit, as uncertainty: -max_c z_c. A shift of all logits changes it.
+    """Largest logit, as uncertainty: -max_c z_c. Adding a constant to all logits changes it.
 
     Example:
         ```python
@@ -109,18 +112,18 @@ class MaxLogit(Method):
     cost = "1"
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """-max_c z_c."""
+        """Compute -max_c z_c from the logits z."""
         return max_logit(context.logits)
 
 
 def energy(logits: Float[Tensor, "*b c"]) -> Float[Tensor, "*b"]:
-    """Energy: -log Σ_c exp z_c. A shift of all logits changes it."""
+    """Energy: -log Σ_c exp z_c. Adding a constant to all logits changes it."""
     return -logits.logsumexp(-1)
 
 
 @dataclass(frozen=True)
 class Energy(Method):
-    """Energy: -log Σ_c exp z_c. A shift of all logits changes it.
+    """Energy: -log Σ_c exp z_c. Adding a constant to all logits changes it.
 
     Example:
         ```python
@@ -139,7 +142,7 @@ class Energy(Method):
     cost = "1"
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """-log Σ_c exp z_c."""
+        """Compute -log Σ_c exp z_c from the logits z."""
         return energy(context.logits)
 
 
@@ -196,7 +199,7 @@ def exgrad_v(logits: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
     """ExGrad V: minus Σ_c |p_c - 1/C|, the distance of the prediction from a uniform one.
 
     The paper's formula is the distance itself, which is high for confident predictions. Its table
-    of results ranks by uncertainty, so the sign is turned around here.
+    of results ranks by uncertainty, so the sign is reversed here.
     """
     return -distance_from_uniform(logits)
 
@@ -222,5 +225,5 @@ class ExGradV(Method):
     cost = "1"
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """-Σ_c |p_c - 1/C|."""
+        """Compute -Σ_c |p_c - 1/C| from the logits."""
         return exgrad_v(context.logits)

@@ -16,7 +16,7 @@ from qualms.gradients.settings import Smoothing
 from qualms.methods.context import BatchContext
 from qualms.parameters import Rule, check_parameters
 
-# What a method may need beside the model and the inputs.
+# What a score may be computed from: the values of `Method.needs`.
 LOGITS = "logits"
 GRADIENTS = "gradients"
 SEVERAL_PASSES = "several passes"
@@ -26,10 +26,10 @@ MODELS = "several models"
 WANG_JI = (
     "Wang & Ji, Epistemic Uncertainty Quantification For Pre-trained Neural Networks, CVPR 2024"
 )
-FEW = 2  # draws that show whether a method works
+FEW = 2  # the number of draws, or of steps, that is enough to see whether a method works
 
 Noise = float | tuple[float, ...]  # one level, or one per channel
-# From pixels in [0, 1] to the units of a model's input.
+# Converts a noise level from pixels in [0, 1] to the units of a model's input.
 Scale = Callable[[float], Noise]
 
 
@@ -74,10 +74,10 @@ class Estimate:
     errors: Float[Tensor, " b"] | None = None
 
     def errors_as(self, scores: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-        """Convert the standard errors to the dtype of the returned scores; zeros if there are none.
+        """Return the standard errors in the dtype of the given scores; zeros if there are none.
 
         Args:
-            scores: the scores as they are returned, one for each input.
+            scores: the scores of the same inputs, in the dtype in which they are returned.
         """
         if self.errors is None:
             return torch.zeros_like(scores)
@@ -139,7 +139,11 @@ class Method(Protocol):
 
     @abstractmethod
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Compute one number for each input, from the passes that the context runs and shares."""
+        """Compute one number for each input, such as from `context.logits` or `context.head`.
+
+        Args:
+            context: the batch; it runs each pass when the first method asks for its result.
+        """
 
     def estimate(self, context: BatchContext) -> Estimate:
         """Compute the scores together with their standard errors.
@@ -149,7 +153,7 @@ class Method(Protocol):
         return Estimate(self.score(context))
 
     def error(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Return the standard error of each score, [b]; zeros for a score without.
+        """Return the standard error of each score, [b]; zeros if scores are exact.
 
         Deprecated: use the errors of `estimate(context)`.
         """
@@ -165,22 +169,25 @@ class Method(Protocol):
 
     @property
     def extra_passes(self) -> float:
-        """Cost of an input beyond the plain forward pass, in forward passes. A backward pass counts
-        as two.
+        """The cost of one input beyond the plain forward pass, in forward passes.
+
+        A backward pass counts as two.
         """
         return 0.0
 
     @property
     def layers(self) -> float | None:
-        """λ, how fast weights fade from layer to layer under the modifier `+layers(λ)`; None
-        without it. Only gradient scores can have this modifier, and they override this.
+        """λ of the modifier `+layers(λ)`, which lets deeper layers count more; None without it.
+
+        Only gradient scores can have this modifier, and they override this property.
         """
         return None
 
     @property
     def smooth(self) -> Smoothing | None:
-        """The input noise of the modifier `+smooth(σ, N)`; None without it. Only gradient scores
-        can have this modifier, and they override this.
+        """The input noise of the modifier `+smooth(σ, N)`; None without it.
+
+        Only gradient scores can have this modifier, and they override this property.
         """
         return None
 
@@ -190,18 +197,19 @@ class Method(Protocol):
         return self.name
 
     def in_units(self, scale: Scale) -> "Method":
-        """Return the method with its noise converted from pixels in [0, 1] to the units of the model's
-        input. Methods without noise return themselves.
+        """Return a copy with the noise level converted to the units of the model's input.
+
+        Methods without noise return themselves.
 
         Args:
-            scale: converts a level in pixels to these units.
+            scale: converts a level in pixels in [0, 1] to these units.
         """
         return self
 
     def quick(self) -> "Method":
-        """Return the same method with two draws at most: enough to see whether it works.
+        """Return a copy with two random draws at most: enough to see whether the method works.
 
-        Methods with draws override it; a method without draws returns itself.
+        Methods with draws override this; a method without draws returns itself.
         """
         return self
 
@@ -209,16 +217,18 @@ class Method(Protocol):
 def estimate_scores(method: Method, context: BatchContext) -> Estimate:
     """Compute the scores of a batch by one method, with their standard errors.
 
-    A subclass of a method that has standard errors may override `score` alone; its values replace
-    those of the estimate. An overridden `error` is deprecated, and used as well.
+    If a user's subclass overrides `score` but inherits an `estimate` with standard errors, the
+    values of its `score` replace those of the estimate. If a subclass overrides the deprecated
+    method `error`, its errors are used, with a warning.
 
     Args:
         method: the method, perhaps a user's own.
         context: the batch.
     """
     estimate = method.estimate(context)
-    has_errors = type(method).estimate is not Method.estimate
-    if has_errors and _is_overridden(method, "score"):
+    # `Method.estimate` calls `score` itself.
+    has_own_estimate = type(method).estimate is not Method.estimate
+    if has_own_estimate and _is_overridden(method, "score"):
         estimate = replace(estimate, values=method.score(context))
     if _is_overridden(method, "error"):
         warn_renamed(f"{type(method).__name__}.error", f"{type(method).__name__}.estimate")
@@ -227,7 +237,7 @@ def estimate_scores(method: Method, context: BatchContext) -> Estimate:
 
 
 def _is_overridden(method: Method, name: str) -> bool:
-    """Whether a subclass of the class that defines `estimate` defines a method of this name.
+    """Whether a more derived class than the one that defines `estimate` defines `name`.
 
     The class of `method` and its bases are searched in order; the first class that defines
     `estimate` ends the search.
@@ -244,8 +254,8 @@ def convert_noise(noise: Noise, scale: Scale) -> Noise:
     """Convert a noise level in pixels to the units of the model's input.
 
     Args:
-        noise: one level in pixels; or a tuple with a level for each channel, which is in these
-            units already and returned unchanged.
+        noise: one level in pixels; or a tuple with a level for each channel, which is already in
+            the units of the model's input and returned unchanged.
         scale: converts one level.
     """
     return noise if isinstance(noise, tuple) else scale(noise)
@@ -255,13 +265,13 @@ class NotFinite(QualmsError):
     """Raised if a score is infinite or NaN in the dtype that scores are returned in."""
 
     def __init__(self, method: str, number: int, score: float, dtype: torch.dtype) -> None:
-        """Describe the score.
+        """Write the error message.
 
         Args:
             method: the name of the method.
             number: the number of the input that has this score.
-            score: the score in double precision.
-            dtype: the dtype that scores are returned in.
+            score: the infinite or NaN score; or one in double precision that overflows `dtype`.
+            dtype: the dtype in which scores are returned.
         """
         if math.isnan(score):
             why = "not a number"
@@ -282,19 +292,20 @@ def to_finite(
     name: str,
     numbers: Sequence[int],
 ) -> Float[Tensor, " b"]:
-    """Convert scores to the dtype that they are returned in, and check that they are finite in it.
+    """Convert scores to the dtype in which they are returned; raise an error if one is not finite.
 
     Args:
         scores: the scores of a batch in double precision.
         dtype: the dtype to convert to.
         name: the name of the method, for the error.
-        numbers: the numbers of the inputs, for the error.
+        numbers: the number of each input, for the error.
 
     Raises:
         NotFinite: if a score is NaN, or too large for the dtype.
     """
     converted = scores.detach().to(dtype)
-    bad = (~torch.isfinite(converted)).nonzero().flatten().tolist()
-    if bad:
-        raise NotFinite(name, numbers[bad[0]], float(scores[bad[0]]), dtype)
+    bad_indices = (~torch.isfinite(converted)).nonzero().flatten().tolist()
+    if bad_indices:
+        first = bad_indices[0]
+        raise NotFinite(name, numbers[first], float(scores[first]), dtype)
     return converted

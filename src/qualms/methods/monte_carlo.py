@@ -1,4 +1,4 @@
-"""What the scores over N random draws share: their price, and mutual information in bounded
+"""What the scores over N random draws have in common: their cost, and mutual information in bounded
 memory.
 """
 
@@ -14,8 +14,8 @@ from qualms.methods.context import BatchContext
 from qualms.methods.divergence import AT_ONCE, mutual_information
 from qualms.methods.method import FEW, Method
 
-DOUBLE = 8  # bytes
-# From a block of inputs b to log q_n [b, d, c], d draws at a time.
+DOUBLE_BYTES = 8  # of one number in float64
+# Takes a block of inputs, and yields the log-probabilities of all draws, d draws at a time.
 LogProbs = Callable[[slice], Iterator[Float64[Tensor, "b d c"]]]
 
 
@@ -29,11 +29,11 @@ class MonteCarlo(Method, Protocol):
 
     @property
     def extra_passes(self) -> float:
-        """A forward pass for each draw."""
+        """The number of draws, as each takes a forward pass."""
         return float(self.draws)
 
     def quick(self) -> "MonteCarlo":
-        """Return the same method with two draws at most."""
+        """Return a copy with two draws at most: enough to see whether the method works."""
         return replace(self, draws=min(self.draws, FEW))
 
 
@@ -48,25 +48,29 @@ def information_over_draws(
     Args:
         context: the batch of inputs.
         draws: the number of draws.
-        log_probs: yields log q_n of a block of inputs, for all draws in order, several at a time.
+        log_probs: takes a block of inputs, and yields their log-probabilities [b, d, c] for all
+            draws in order, d draws at a time.
         max_inputs: the largest number of inputs in a block; None for no limit.
     """
-    parts: list[Tensor] = []
+    information: list[Tensor] = []
     what = f"the predictions of {draws} draws for one input"
-    for block in context.blocks(DOUBLE * draws * context.num_classes, what, max_inputs):
+    for block in context.blocks(DOUBLE_BYTES * draws * context.num_classes, what, max_inputs):
         shape = (block.stop - block.start, draws, context.num_classes)
+        # Filled draw by draw: a concatenation would take twice the memory.
         log_q = torch.empty(shape, dtype=torch.double, device=context.device)
-        done = 0
-        for log_q_part in log_probs(block):
-            end = done + log_q_part.shape[1]
-            log_q[:, done:end] = log_q_part
-            done = end
-        parts.append(mutual_information(log_q))
-    return torch.cat(parts)
+        start = 0
+        for some_draws in log_probs(block):
+            end = start + some_draws.shape[1]
+            log_q[:, start:end] = some_draws
+            start = end
+        information.append(mutual_information(log_q))
+    return torch.cat(information)
 
 
 def draws_at_once(inputs: int, classes: int) -> int:
-    """Compute how many draws to turn into probabilities at once: about `AT_ONCE` entries in all.
+    """Compute how many draws to turn into log-probabilities at once.
+
+    Together they have at most `AT_ONCE` numbers, unless a single draw has more.
 
     Args:
         inputs: the number of inputs.

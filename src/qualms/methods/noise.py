@@ -1,6 +1,4 @@
-"""Inputs of pure noise in the shape of real ones: what a model computes for them shows something of
-the model alone.
-"""
+"""Inputs of pure noise in the shape of real ones: they show properties of the model alone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +19,9 @@ from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.context import BatchContext
 from qualms.random import generator
 
-# Tells these random numbers from others under the same seed.
+# Makes these random numbers differ from others under the same seed.
 PURPOSE = 71
-INSTEAD = "use regrad+layers or entropy"
+INSTEAD = "use regrad+layers or entropy"  # the advice of errors
 
 
 def noise_inputs(context: BatchContext, number: int, method: str) -> Batch:
@@ -38,13 +36,14 @@ def noise_inputs(context: BatchContext, number: int, method: str) -> Batch:
         method: the name of the method, for errors.
     """
     first, *others = batch_tensors(context.batch)
+    # Only the tensors of a dict have names, the keys.
     names = list(context.batch)[1:] if isinstance(context.batch, dict) else [""] * len(others)
     shape = (number, *first.shape[1:])
-    source = generator(context.seed, PURPOSE)
+    random = generator(context.seed, PURPOSE)
     if first.is_floating_point():
-        noise = torch.randn(shape, generator=source)
+        noise = torch.randn(shape, generator=random)
     else:
-        noise = torch.randint(0, _vocabulary_size(context, method), shape, generator=source)
+        noise = torch.randint(0, _find_vocabulary_size(context, method), shape, generator=random)
     tensors = [noise.to(first)]
     for name, t in zip(names, others, strict=True):
         tensors.append(_fill_argument(name, t, number, context.seed, method))
@@ -52,23 +51,24 @@ def noise_inputs(context: BatchContext, number: int, method: str) -> Batch:
 
 
 def scale_noise(batch: Batch, times: float, seed: int) -> ModelInput:
-    """Make inputs of noise larger.
+    """Multiply inputs of noise by a factor.
 
     Args:
         batch: inputs of noise.
-        times: the factor. Token ids cannot be scaled: their embeddings get noise of this standard
-            deviation instead.
+        times: the factor. Token ids cannot be scaled: noise with this standard deviation is added
+            to their embeddings instead.
         seed: the seed of the noise added to embeddings.
     """
     first, *others = batch_tensors(batch)
     if first.is_floating_point():
         return ModelInput(with_tensors(batch, [first * times, *others]))
 
-    def noise(shape: tuple[int, ...]) -> Tensor:
+    def draw_noise(shape: tuple[int, ...]) -> Tensor:
         """Draw noise for the embeddings of all inputs; `shape` is that of one embedded input."""
-        return times * torch.randn((num_samples(batch), *shape), generator=generator(seed, PURPOSE))
+        random = generator(seed, PURPOSE)
+        return times * torch.randn((num_samples(batch), *shape), generator=random)
 
-    return ModelInput(batch, embedding_noise=noise)
+    return ModelInput(batch, embedding_noise=draw_noise)
 
 
 def _fill_argument(name: str, t: Tensor, number: int, seed: int, method: str) -> Tensor:
@@ -83,12 +83,15 @@ def _fill_argument(name: str, t: Tensor, number: int, seed: int, method: str) ->
     """
     shape = (number, *t.shape[1:])
     if "mask" in name:
-        # Attention masks have 1 at the tokens that count, padding masks have True at the others.
-        masked_is_true = "padding" in name
-        return t.new_full(shape, not masked_is_true)
+        # Attention masks are 1 at tokens to read, padding masks are True at tokens to ignore; all
+        # tokens of noise are to be read.
+        is_padding_mask = "padding" in name
+        return t.new_full(shape, not is_padding_mask)
+    # Token types: all tokens belong to the first segment.
     if "type" in name:
         return t.new_zeros(shape)
     if t.is_floating_point():
+        # The length of the name, so that most arguments get different numbers.
         return torch.randn(shape, generator=generator(seed, PURPOSE, len(name))).to(t)
     what = repr(name) if name else "a tuple's tensor of whole numbers"
     hint = "" if name else "pass a dict with names such as attention_mask, or "
@@ -97,8 +100,13 @@ def _fill_argument(name: str, t: Tensor, number: int, seed: int, method: str) ->
     )
 
 
-def _vocabulary_size(context: BatchContext, method: str) -> int:
-    """Find the number of token ids: the number of rows of the embedding that reads the ids."""
+def _find_vocabulary_size(context: BatchContext, method: str) -> int:
+    """Find the number of different token ids: the number of rows of the embedding that reads them.
+
+    Args:
+        context: a batch of token ids.
+        method: the name of the method, for the error if no embedding reads the ids.
+    """
     first_sample = take_samples(context.batch, slice(0, 1))
     finder = _EmbeddingFinder(batch_tensors(first_sample)[0])
     with torch.no_grad():
@@ -107,7 +115,7 @@ def _vocabulary_size(context: BatchContext, method: str) -> int:
         raise QualmsError(
             f"{method} runs the model on random token ids, but no embedding of the model reads x, "
             f"so the vocabulary is unknown; {INSTEAD}, put the token ids first if x is a dict, or "
-            "pass x in floating point if it is not tokens."
+            "convert x to a float dtype if it does not contain tokens."
         )
     return finder.rows
 
@@ -116,7 +124,7 @@ class _EmbeddingFinder(TorchFunctionMode):
     """Finds the first embedding that looks up given token ids.
 
     Attributes:
-        ids: the token ids, flat.
+        ids: the token ids, flattened.
         rows: the number of rows of the embedding's table; None until it is found.
     """
 
@@ -132,7 +140,7 @@ class _EmbeddingFinder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, and see whether it looks the ids up.
+        """Run an operation, and record the size of its table if it looks up the token ids.
 
         Args:
             func: the operation.
@@ -143,7 +151,7 @@ class _EmbeddingFinder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.rows is None and getattr(func, "__name__", "").startswith("embedding"):
             tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-            # No function mode sees the comparison.
+            # Else the operations of the comparison would come to this mode as well.
             with torch._C.DisableTorchFunction():
                 if any(self._are_ids(t) for t in tensors):
                     tables = [t for t in tensors if t.is_floating_point()]
@@ -151,5 +159,5 @@ class _EmbeddingFinder(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _are_ids(self, t: Tensor) -> bool:
-        """Whether a tensor holds the token ids, in whatever shape and dtype."""
+        """Whether a tensor holds the token ids, in any shape and dtype."""
         return t.numel() == self.ids.numel() and torch.equal(t.flatten().to(self.ids), self.ids)

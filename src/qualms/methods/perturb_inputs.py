@@ -1,7 +1,7 @@
 """Scores of predictions for changed inputs: by random noise, or along the sign of a gradient.
 
-Discrete inputs, such as token ids, are changed at their embeddings. Sizes are in the units of the
-tensor that the model receives, or one per channel.
+Discrete inputs, such as token ids, are changed at their embeddings. The size of a change is in the
+units of the tensor that the model receives: one number, or one for each channel.
 """
 
 import math
@@ -21,7 +21,7 @@ from qualms.gradients.batch import (
     take_samples,
     with_tensors,
 )
-from qualms.gradients.directions import of_class, scale_to_unit
+from qualms.gradients.directions import direction_of_class, scale_to_unit
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.settings import Smoothing
 from qualms.methods.context import BatchContext
@@ -44,7 +44,7 @@ def perturb_x(log_q: Float[Tensor, "b n c"], log_p: Float[Tensor, "b c"]) -> Flo
     """Perturb x: E_n KL(q_n ‖ p), q_n the prediction for the n-th perturbed input.
 
     Args:
-        log_q: log p(y | x + Δx_n) of each input b, draw n and class c.
+        log_q: log q_n = log p(y | x + Δx_n) of each input b, draw n and class c.
         log_p: log p(y | x) for the unchanged inputs.
     """
     return expected_kl(log_q, log_p)
@@ -77,18 +77,22 @@ class PerturbX(MonteCarlo):
     rules: ClassVar = {"sigma": NOISE, "draws": whole(1)}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Compute `perturb_x` in parts that fit the budget."""
+        """Compute `perturb_x` in parts that fit the memory budget."""
         noise = Smoothing(self.sigma, self.draws, antithetic=False)
-        parts: list[Tensor] = []
-        for samples, log_q in context.perturbed_log_probs(noise):
-            parts.append(kl(log_q, context.log_probs[samples]))
-        # Rows come input by input, each followed by its draws.
-        divergences = torch.cat(parts).unflatten(0, (-1, self.draws + 1))
+        row_divergences: list[Tensor] = []
+        for input_of_row, log_q in context.perturbed_log_probs(noise):
+            row_divergences.append(kl(log_q, context.log_probs[input_of_row]))
+        # The rows of an input are consecutive: [inputs, 1 + draws].
+        divergences = torch.cat(row_divergences).unflatten(0, (-1, self.draws + 1))
         # The first row of each input is the input itself.
         return divergences[:, 1:].mean(1)
 
     def in_units(self, scale: Scale) -> "PerturbX":
-        """Return the method with σ converted to the units of the model's input by `scale`."""
+        """Return the method with σ converted to the units of the model's input.
+
+        Args:
+            scale: converts a noise level in pixels to these units.
+        """
         return replace(self, sigma=convert_noise(self.sigma, scale))
 
 
@@ -100,26 +104,27 @@ def loss_gradient_sign(
     part: Batch,
     temperature: float = 1.0,
 ) -> Float[Tensor, "b ..."]:
-    """Compute sign(∇x -log p_ŷ), with ŷ the predicted class.
+    """Compute sign(∇x L) with L = -log p_ŷ the loss of the predicted class ŷ.
 
     Args:
         context: the context that holds the model.
-        part: the inputs x. Token ids have no derivative: theirs is taken at their embeddings.
-        temperature: the number that logits are divided by.
+        part: the inputs x. Token ids have no derivative: it is taken at their embeddings.
+        temperature: the number by which logits are divided.
 
     Returns:
         The signs, in the shape of the inputs or of their embeddings.
     """
-    first, *others = batch_tensors(part)
-    variables: list[Tensor] = []  # the one tensor to differentiate by
-    if first.is_floating_point():
-        variables.append(first.detach().clone().requires_grad_())
+    x, *others = batch_tensors(part)
+    # A list of one tensor: of embeddings, the shape is only known during the forward pass.
+    variables: list[Tensor] = []
+    if x.is_floating_point():
+        variables.append(x.detach().clone().requires_grad_())
         rows = with_tensors(part, [variables[0], *others])
         logits = forward_logits(context.model, ModelInput(rows))
     else:
 
-        def zero_shift(shape: tuple[int, ...]) -> Tensor:
-            """Create zeros to add to the embeddings, as the variable to differentiate by."""
+        def create_zeros(shape: tuple[int, ...]) -> Tensor:
+            """Create zeros to add to the embeddings, and to differentiate by; called in the pass."""
             parameter = next(context.model.parameters())
             zeros = torch.zeros(
                 num_samples(part),
@@ -128,31 +133,34 @@ def loss_gradient_sign(
                 device=parameter.device,
             )
             variables.append(zeros.requires_grad_())
-            return variables[0]
+            return zeros
 
-        logits = forward_logits(context.model, ModelInput(part, embedding_noise=zero_shift))
-    # p - e_ŷ, scaled to a size near 1: for a confident prediction the derivative of the loss would
-    # be only rounding, or zero in 32 bits.
-    z = logits.detach().double()[:, None] / temperature
+        logits = forward_logits(context.model, ModelInput(part, embedding_noise=create_zeros))
+    # The derivative of L with respect to the logits is p - e_ŷ. It is scaled to a size near 1: for
+    # a confident prediction it would be lost to rounding, or zero in float32.
+    z = logits.detach().double()[:, None] / temperature  # [b, 1, c]: one row for each input
     predicted = z[:, 0].argmax(-1)
-    (cotangents,), _ = scale_to_unit(-of_class(z, predicted)[:, :, 0], len(z))
-    (gradient,) = torch.autograd.grad(logits, variables, cotangents.to(logits.dtype))
+    # `direction_of_class` is e_ŷ - p: [1, b, 1, c].
+    logit_gradient = -direction_of_class(z, predicted)[:, :, 0]
+    (scaled_gradient,), _ = scale_to_unit(logit_gradient, len(z))
+    (gradient,) = torch.autograd.grad(logits, variables, scaled_gradient.to(logits.dtype))
     return gradient.sign()
 
 
-def add_step(part: Batch, step: Float[Tensor, "rows ..."]) -> ModelInput:
+def add_step(part: Batch, steps: Float[Tensor, "rows ..."]) -> ModelInput:
     """Add steps to inputs, or to the embeddings of token ids.
 
     Args:
         part: the inputs.
-        step: one step for each input; or k times as many, the k steps of each input consecutive,
-            for k moved copies of each input.
+        steps: one step for each input; or k steps for each input, consecutively, to get k moved
+            copies of it.
     """
-    times = len(step) // num_samples(part)
-    first, *others = (t.repeat_interleave(times, dim=0) for t in batch_tensors(part))
-    if first.is_floating_point():
-        return ModelInput(with_tensors(part, [first + step, *others]))
-    return ModelInput(with_tensors(part, [first, *others]), embedding_noise=lambda _: step)
+    steps_per_input = len(steps) // num_samples(part)
+    x, *others = (t.repeat_interleave(steps_per_input, dim=0) for t in batch_tensors(part))
+    if x.is_floating_point():
+        return ModelInput(with_tensors(part, [x + steps, *others]))
+    # The steps already have the shape of the embeddings, so it is ignored here.
+    return ModelInput(with_tensors(part, [x, *others]), embedding_noise=lambda _: steps)
 
 
 def step_size(
@@ -161,7 +169,7 @@ def step_size(
     method: str,
     parameter: str,
 ) -> float | Tensor:
-    """Shape the size of a step so that it broadcasts against the step's direction.
+    """Reshape the size of a step so that it broadcasts against the direction of the step.
 
     Args:
         size: one number, or a number for each channel.
@@ -184,6 +192,7 @@ def step_size(
             f"{shape[0] if shape else 0} channels; pass one number, or one per channel."
         )
     sizes = torch.tensor(size, dtype=direction.dtype, device=direction.device)
+    # One axis of length 1 for each axis after the channels.
     return sizes.reshape(-1, *[1] * (len(shape) - 1))
 
 
@@ -216,52 +225,63 @@ class MCAA(MonteCarlo):
 
     @property
     def extra_passes(self) -> float:
-        """A forward and a backward pass for the direction, and a forward pass for each draw."""
+        """A forward and a backward pass (3 in all) for the direction, and a forward pass per draw."""
         return 3.0 + self.draws
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute mutual information over the predictions after the random steps."""
         model_context = context.model_context
-        inputs = num_samples(context.batch)
-        rows = model_context.rows_at_once(context.batch, inputs * self.draws)
-        max_inputs = min(max(1, rows // self.draws), model_context.rows_with_graph(context.batch))
+        num_inputs = num_samples(context.batch)
+        max_rows = model_context.rows_at_once(context.batch, num_inputs * self.draws)
+        max_inputs = min(
+            max(1, max_rows // self.draws), model_context.rows_with_graph(context.batch)
+        )
 
         def log_probs(block: slice) -> Iterator[Tensor]:
-            """Yield log p of some inputs after several steps each, [b, d, c]."""
+            """Yield log p of a block of inputs after d random steps at a time, [b, d, c]."""
             part = take_samples(context.batch, block)
             # The share of the largest step that each draw takes, in [-1, 1).
-            uniform = 2 * self._draw(context, block) - 1
+            shares = 2 * self._draw_uniform(context, block) - 1
             sign = loss_gradient_sign(context, part)
-            step = step_size(self.a, sign, self.name, "a") * sign
-            for factors in uniform.split(max(1, rows // len(sign)), dim=1):
-                sizes = factors.reshape(*factors.shape, *[1] * (sign.ndim - 1)).to(sign)
-                steps = (sizes * step[:, None]).flatten(0, 1)
+            largest_step = step_size(self.a, sign, self.name, "a") * sign
+            for some_shares in shares.split(max(1, max_rows // len(sign)), dim=1):
+                # Axes of length 1, to broadcast against the axes of an input.
+                factors = some_shares.reshape(*some_shares.shape, *[1] * (sign.ndim - 1)).to(sign)
+                steps = (factors * largest_step[:, None]).flatten(0, 1)
                 logits = context.forward(add_step(part, steps))
-                yield log_softmax(logits.double()).unflatten(0, factors.shape)
+                yield log_softmax(logits.double()).unflatten(0, some_shares.shape)
 
         return information_over_draws(context, self.draws, log_probs, max_inputs)
 
-    def _draw(self, context: BatchContext, block: slice) -> Float[Tensor, "b n"]:
-        """Draw uniform numbers in [0, 1) for a block of inputs b and all draws n."""
-        drawn: list[Tensor] = []
+    def _draw_uniform(self, context: BatchContext, block: slice) -> Float[Tensor, "b n"]:
+        """Draw n = `draws` uniform numbers in [0, 1) for each input of a block.
+
+        The numbers of an input depend on the seed and the number of this input alone.
+        """
+        uniform: list[Tensor] = []
         for number in context.numbers[block]:
-            drawn.append(torch.rand(self.draws, generator=generator(context.seed, number)))
-        return torch.stack(drawn)
+            uniform.append(torch.rand(self.draws, generator=generator(context.seed, number)))
+        return torch.stack(uniform)
 
     def in_units(self, scale: Scale) -> "MCAA":
-        """Return the method with `a` converted to the units of the model's input by `scale`."""
+        """Return the method with `a` converted to the units of the model's input.
+
+        Args:
+            scale: converts a size in pixels to these units.
+        """
         return replace(self, a=convert_noise(self.a, scale))
 
 
 def odin(logits: Float[Tensor, "b c"], temperature: float = 1000.0) -> Float[Tensor, " b"]:
-    """ODIN: -(max_c log p_c + log C), p = softmax(z / T).
+    """ODIN: -(max_c log p_c + log C), with p = softmax(z / T) over C classes.
 
     The paper's score is max_c p_c. At the paper's temperature it differs from 1 / C only in the
-    last digits, so rounding would make most inputs equal. The logarithm ranks them alike.
+    last digits, so rounding would make most inputs equal. The logarithm ranks inputs in the same
+    order.
 
     Args:
-        logits: z at x - ε sign(∇x -log p_ŷ).
-        temperature: T, which divides the logits.
+        logits: the logits z for the moved inputs x - ε sign(∇x -log p_ŷ), ŷ the predicted class.
+        temperature: T, by which the logits are divided.
     """
     log_p = log_softmax(logits.double() / temperature)
     return -(log_p.amax(-1) + math.log(log_p.shape[1]))
@@ -299,21 +319,25 @@ class ODIN(Method):
 
     @property
     def extra_passes(self) -> float:
-        """A forward and a backward pass for the step, and a forward pass after it."""
+        """A forward and a backward pass (3 in all) for the step, and a forward pass after it."""
         return 4.0
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Compute `odin` of the logits after the step."""
+        """Compute `odin` of the logits after the step.
+
+        Raises:
+            QualmsError: if rounding removes the step from every input.
+        """
         logits: list[Tensor] = []
-        # Whether rounding removes the step from every input.
         is_lost = True
         for part in context.chunks_with_graph():
             sign = loss_gradient_sign(context, part, self.temperature)
             step = step_size(self.epsilon, sign, self.name, "epsilon") * sign
             moved = add_step(part, -step)
             x = batch_tensors(part)[0]
-            is_same = torch.equal(batch_tensors(moved.batch)[0], x)
-            is_lost &= x.is_floating_point() and bool(step.any()) and is_same
+            is_unchanged = torch.equal(batch_tensors(moved.batch)[0], x)
+            # Token ids never change: their steps are added to their embeddings.
+            is_lost &= x.is_floating_point() and bool(step.any()) and is_unchanged
             logits.append(context.forward(moved))
         if is_lost:
             dtype = str(x.dtype).removeprefix("torch.")
@@ -324,5 +348,9 @@ class ODIN(Method):
         return odin(torch.cat(logits), self.temperature)
 
     def in_units(self, scale: Scale) -> "ODIN":
-        """Return the method with ε converted to the units of the model's input by `scale`."""
+        """Return the method with ε converted to the units of the model's input.
+
+        Args:
+            scale: converts a size in pixels to these units.
+        """
         return replace(self, epsilon=convert_noise(self.epsilon, scale))

@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from qualms.errors import QualmsError
 from qualms.gradients.batch import (
     Batch,
-    each_tensor,
+    map_tensors,
     num_samples,
-    parts_of,
+    split_batch,
     take_samples,
 )
 from qualms.gradients.isolation import preserve_state
@@ -43,7 +43,7 @@ from qualms.methods.monte_carlo import MonteCarlo, information_over_draws
 from qualms.parameters import POSITIVE, whole
 from qualms.random import generator
 
-# Copies of the largest weight while its noise is drawn, scaled and added.
+# The number of tensors of the size of a weight that exist while its noise is drawn and added.
 NOISE_COPIES = 3
 
 
@@ -54,8 +54,8 @@ def perturb_theta(
     """Perturb θ: E_n KL(q_n ‖ p), q_n the prediction with the n-th perturbed weights.
 
     Args:
-        log_q: log p(y | x, θ + Δθ_n) of each input b, draw n and class c.
-        log_p: log p(y | x, θ) with the unchanged weights.
+        log_q: log q_n = log p(y | x, θ + Δθ_n) of each input b, draw n and class c.
+        log_p: log p(y | x, θ) with the unchanged weights θ.
     """
     return expected_kl(log_q, log_p)
 
@@ -89,11 +89,11 @@ class PerturbTheta(MonteCarlo):
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute `perturb_theta`, one draw of the weights at a time."""
         parameters = [p for p in context.model.parameters() if p.is_floating_point()]
-        held = sum(p.nbytes for p in parameters)
+        weight_bytes = sum(p.nbytes for p in parameters)
         # A perturbed copy of all weights, and what drawing the largest one takes.
-        needed = held + NOISE_COPIES * max((p.nbytes for p in parameters), default=0)
-        room = context.model_context.settings.budget or free_bytes(context.device)
-        require_room(needed, room, "perturbed weights", "or use perturb-x")
+        needed = weight_bytes + NOISE_COPIES * max((p.nbytes for p in parameters), default=0)
+        available = context.model_context.settings.budget or free_bytes(context.device)
+        require_room(needed, available, "perturbed weights", "or use perturb-x")
         total = torch.zeros_like(context.log_probs[:, 0])
         for draw in range(self.draws):
             noise = generator(context.seed, draw)
@@ -102,11 +102,11 @@ class PerturbTheta(MonteCarlo):
                 normal = torch.randn(p.shape, generator=noise).to(p)
                 perturbed[id(p)] = p.detach() + self.sigma * normal
             with _ReplaceParameters(perturbed) as mode:
-                logits = context.forward_all(held=held)
+                logits = context.forward_all(occupied_bytes=weight_bytes)
             total += kl(log_softmax(logits.double()), context.log_probs)
-            if not mode.seen:
+            if not mode.replaced_ids:
                 raise QualmsError(
-                    "the model's operations are hidden from torch's function modes (a scripted "
+                    "torch's function modes cannot see the model's operations (a scripted "
                     "module?), so its weights cannot be perturbed; use perturb-x or regrad."
                 )
         return total / self.draws
@@ -117,13 +117,13 @@ class _ReplaceParameters(TorchFunctionMode):
 
     Attributes:
         replacements: the tensor to use instead of a parameter, by `id(parameter)`.
-        seen: the ids of the parameters that operations used and that were replaced.
+        replaced_ids: the ids of the parameters that an operation received and that were replaced.
     """
 
     def __init__(self, replacements: dict[int, Tensor]) -> None:
         super().__init__()
         self.replacements = replacements
-        self.seen: set[int] = set()
+        self.replaced_ids: set[int] = set()
 
     def __torch_function__(
         self,
@@ -140,20 +140,25 @@ class _ReplaceParameters(TorchFunctionMode):
             args: its arguments.
             kwargs: its keyword arguments.
         """
-        args, kwargs = each_tensor((args, kwargs or {}), self._replace)
+        args, kwargs = map_tensors((args, kwargs or {}), self._replace)
         return func(*args, **kwargs)
 
     def _replace(self, t: Tensor) -> Tensor:
-        """Return the replacement of a parameter, noted in `seen`; any other tensor itself."""
+        """Return the replacement of a parameter, and record that it was used.
+
+        Tensors without a replacement are returned unchanged.
+        """
         if id(t) not in self.replacements:
             return t
-        self.seen.add(id(t))
+        self.replaced_ids.add(id(t))
         return self.replacements[id(t)]
 
 
 # Batch normalization by the statistics of training batches.
 
-Statistics = tuple[Tensor | None, Tensor | None]  # mean and variance
+# The mean and the variance of a layer's input; None for a layer that keeps no running statistics.
+Statistics = tuple[Tensor | None, Tensor | None]
+# Pairs of a normalization layer and its statistics.
 LayerStatistics = list[tuple[_BatchNorm, Statistics]]
 
 
@@ -189,24 +194,25 @@ class MCBatchNorm(MonteCarlo):
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute mutual information over the statistics of the training batches."""
-        draws = context.model_context.once(self, lambda: self._measure_statistics(context))
+        model_context = context.model_context
+        measured = model_context.get_or_compute(self, lambda: self._measure_statistics(context))
 
         def log_probs(block: slice) -> Iterator[Tensor]:
-            """Yield log p of some inputs for one draw after the other, [b, 1, c]."""
-            for statistics in draws:
+            """Yield log p of a block of inputs for one draw after the other, [b, 1, c]."""
+            for statistics in measured:
                 with _use_statistics(statistics):
                     logits = context.forward_all(take_samples(context.batch, block))
-                yield log_softmax(logits.double())[:, None]
+                yield log_softmax(logits.double())[:, None]  # [b, 1, c]: one draw
 
         return information_over_draws(context, self.draws, log_probs)
 
     def _measure_statistics(self, context: BatchContext) -> list[LayerStatistics]:
         """Measure the mean and variance of every normalization layer's input, for each draw.
 
-        If there are fewer training batches than draws, they repeat.
+        Each draw has its own training batch; if there are fewer batches than draws, they repeat.
 
         Returns:
-            For each draw, pairs of a layer and its statistics on one training batch.
+            A list over draws of pairs of a layer and its statistics on the training batch.
         """
         layers = [m for m in context.model.modules() if isinstance(m, _BatchNorm)]
         if not any(m.running_mean is not None for m in layers):
@@ -216,67 +222,71 @@ class MCBatchNorm(MonteCarlo):
         measured: list[LayerStatistics] = []
         for batch in islice(context.model_context.training_batches(self.name), self.draws):
             self._require_room(context, batch)
-            with _batch_statistics(layers):
+            with _track_batch_statistics(layers):
                 context.forward(ModelInput(batch))
+                # Copied before the exit of the context manager, which restores the layers.
                 measured.append([(m, _copy_statistics(m)) for m in layers])
         return list(islice(cycle(measured), self.draws))
 
     def _require_room(self, context: BatchContext, batch: Batch) -> None:
-        """Raise an error if a training batch does not fit the budget as a whole: its statistics
-        cannot be measured in parts.
+        """Raise an error if a training batch as a whole does not fit the user's memory budget.
+
+        The statistics of a batch cannot be measured in parts.
         """
         model_context = context.model_context
         budget = model_context.settings.budget
         if budget is None:
             return
         rows = num_samples(batch)
-        each = model_context.plain_pass.bytes_of_row(batch, model_context.cache) or 0
+        # Unknown (None) if the model fails on a single row.
+        row_bytes = model_context.plain_pass.bytes_of_row(batch, model_context.cache) or 0
         what = (
             f"the results of a training batch of {rows} inputs, which {self.name} runs as a whole,"
         )
-        require_room(rows * each, budget, what, "or smaller batches as train=")
+        require_room(rows * row_bytes, budget, what, "or smaller batches as train=")
 
 
-def _copy_statistics(m: _BatchNorm) -> Statistics:
+def _copy_statistics(layer: _BatchNorm) -> Statistics:
     """Copy a layer's running mean and variance; (None, None) if the layer keeps none."""
-    if m.running_mean is None or m.running_var is None:
+    if layer.running_mean is None or layer.running_var is None:
         return None, None
-    return m.running_mean.clone(), m.running_var.clone()
+    return layer.running_mean.clone(), layer.running_var.clone()
 
 
 @contextmanager
-def _batch_statistics(layers: list[_BatchNorm]) -> Iterator[None]:
-    """Inside, running statistics are overwritten by those of the batch (momentum 1).
+def _track_batch_statistics(layers: list[_BatchNorm]) -> Iterator[None]:
+    """Let a forward pass inside overwrite the layers' running statistics by those of its batch.
 
-    The caller copies them before the exit, which restores the layers.
+    On exit, the layers have their previous statistics again and are in evaluation mode.
     """
-    momenta = [m.momentum for m in layers]
+    momenta = [layer.momentum for layer in layers]
     try:
         # Copies, since a forward pass in training mode writes the statistics in place.
-        with _use_statistics([(m, _copy_statistics(m)) for m in layers]):
-            for m in layers:
-                m.momentum = 1.0
-                m.training = True
+        with _use_statistics([(layer, _copy_statistics(layer)) for layer in layers]):
+            for layer in layers:
+                # The weight of the batch in the running average: nothing else is left in it.
+                layer.momentum = 1.0
+                layer.training = True
             yield
     finally:
-        for m, momentum in zip(layers, momenta, strict=True):
-            m.momentum = momentum
-            m.training = False
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+            layer.training = False
 
 
 @contextmanager
 def _use_statistics(statistics: LayerStatistics) -> Iterator[None]:
     """Inside, layers normalize by the given statistics; on exit, the previous ones are restored."""
-    before = [(m, m.running_mean, m.running_var) for m, _ in statistics]
+    previous = [(layer, layer.running_mean, layer.running_var) for layer, _ in statistics]
     try:
-        for m, (mean, variance) in statistics:
-            m.running_mean = mean
-            m.running_var = variance
+        for layer, (mean, variance) in statistics:
+            layer.running_mean = mean
+            layer.running_var = variance
         yield
     finally:
-        for m, old_mean, old_variance in before:
-            m.running_mean = old_mean
-            m.running_var = old_variance
+        for layer, old_mean, old_variance in previous:
+            layer.running_mean = old_mean
+            layer.running_var = old_variance
 
 
 @dataclass(frozen=True)
@@ -325,21 +335,26 @@ class Ensemble(Method):
         return mutual_information(torch.stack(log_q, dim=1))
 
 
-def _forward_member(member: nn.Module, context: BatchContext, what: str) -> Float[Tensor, "b c"]:
-    """Compute the logits of an ensemble member, in parts that fit the budget.
+def _forward_member(
+    member: nn.Module,
+    context: BatchContext,
+    pass_name: str,
+) -> Float[Tensor, "b c"]:
+    """Compute the logits of an ensemble member, in parts that fit the memory budget.
 
     Args:
-        member: a further model of the ensemble.
+        member: a model of the ensemble other than the scored model.
         context: the batch.
-        what: a name for the pass in the error that it does not fit.
+        pass_name: a name for the member's forward pass, for errors; it also tells the memory
+            measurements of the members apart.
     """
 
-    def run(row: Batch) -> Tensor:
-        """Compute the member's logits of all rows at once."""
-        return forward_logits(member, ModelInput(row))
+    def compute_logits(rows: Batch) -> Tensor:
+        """Compute the member's logits of all rows in one pass."""
+        return forward_logits(member, ModelInput(rows))
 
-    model_context = context.model_context
-    work = PassMemory(what, run, ROWS_AT_ONCE)
-    rows = num_samples(context.batch)
-    size = work.rows_at_once(context.batch, rows, model_context.settings, model_context.cache)
-    return torch.cat([run(part) for part in parts_of(context.batch, size)])
+    model_context, batch = context.model_context, context.batch
+    work = PassMemory(pass_name, compute_logits, ROWS_AT_ONCE)
+    settings, cache = model_context.settings, model_context.cache
+    max_rows = work.rows_at_once(batch, num_samples(batch), settings, cache)
+    return torch.cat([compute_logits(part) for part in split_batch(batch, max_rows)])

@@ -1,5 +1,6 @@
-"""What scores cost, before they are computed: a count of plain forward passes, one of which is timed
-for the cost in seconds.
+"""The cost of scores, before they are computed.
+
+It is counted in plain forward passes, one of which is timed for the cost in seconds.
 """
 
 import time
@@ -12,7 +13,7 @@ import torch
 from qualms.errors import SlowWarning
 from qualms.gradients.batch import take_samples
 from qualms.gradients.directions import CONTRASTS
-from qualms.gradients.engines.choice import SKETCH_PASSES, row_passes
+from qualms.gradients.engines.choice import SKETCH_PASSES, count_row_passes
 from qualms.gradients.engines.layer_cut import find_layer_cut
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.coherence import Coherence
@@ -20,15 +21,15 @@ from qualms.methods.context import BatchContext
 from qualms.methods.gradient_score import (
     GradientPass,
     GradientScore,
-    class_sums,
+    create_class_sums,
 )
 from qualms.methods.heat import Heat, Recommended
 from qualms.methods.method import Method
 from qualms.methods.perturb_model import Ensemble
 
 TIMED_RUNS = 3
-LONG_SECONDS = 600.0
-LONG = "a long run"
+LONG_SECONDS = 600.0  # users are warned of runs that take longer
+LONG = "a long run"  # marks in the cache that the user was warned
 
 
 @dataclass(frozen=True)
@@ -62,20 +63,25 @@ class Price:
 
 
 def price_of(context: BatchContext, methods: Iterable[Method]) -> Price:
-    """Count the price of some methods together; gradient scores with the same smoothing share a
-    pass.
+    """Count the cost of some methods for one input.
+
+    Gradient scores with the same smoothing share a pass, so their cost is counted once.
 
     Args:
         context: one input, after its plain forward pass.
-        methods: the methods that will be computed.
+        methods: the methods that will be computed together.
     """
     methods = list(methods)
     gradient_methods = [m for m in methods if isinstance(m, GradientScore)]
     passes = 1.0 + sum(_count_method(m, context) for m in methods)
     for smooth in dict.fromkeys(m.smooth for m in gradient_methods):
         passes += _count_gradients(context, [m for m in gradient_methods if m.smooth == smooth])
-    request = context.request(GradientPass.of_scorer(context, None).directions, None)
-    return Price(round(passes, 1), passes * _forward_seconds(context), request.budget)
+    request = context.create_request(GradientPass.of_scorer(context, None).directions, None)
+    return Price(
+        forward_passes=round(passes, 1),
+        seconds=passes * _time_forward_pass(context),
+        nbytes=request.budget,
+    )
 
 
 def warn_of_long_run(
@@ -83,22 +89,22 @@ def warn_of_long_run(
     methods: Iterable[Method],
     forward_seconds: float,
 ) -> None:
-    """Warn, once and before the work, if the scores of a batch would take more than ten minutes.
+    """Warn, once for a model and before the work, if scoring a batch would take over ten minutes.
 
     Args:
         context: the batch, after its plain forward pass.
         methods: the methods that will be computed.
-        forward_seconds: the time that the plain pass took for each input. It may include what only
-            a first pass has to do, so `price_of` measures the time again.
+        forward_seconds: the time that the plain forward pass took for each input. A first pass may
+            be slower than later ones, so the time is measured again before a warning.
     """
     methods = list(methods)
     cache = context.model_context.cache
     inputs = len(context.logits)
     smoothings = {m.smooth for m in methods if isinstance(m, GradientScore)}
-    rows = sum(1 + (s.draws if s else 0) for s in smoothings)
-    # A bound that costs nothing to compute; only if it is high is the price counted.
-    at_most = 4.0 * rows * context.num_classes + sum(m.extra_passes for m in methods)
-    if LONG in cache.warned or at_most * inputs * forward_seconds < LONG_SECONDS:
+    rows = sum(1 + (smooth.draws if smooth else 0) for smooth in smoothings)
+    # An upper bound that costs nothing to compute: the cost is counted only if the bound is high.
+    max_passes = 4.0 * rows * context.num_classes + sum(m.extra_passes for m in methods)
+    if LONG in cache.warned or max_passes * inputs * forward_seconds < LONG_SECONDS:
         return
     price = price_of(context, methods)
     if price.seconds * inputs > LONG_SECONDS:
@@ -114,46 +120,50 @@ def warn_of_long_run(
 
 
 def _count_method(method: Method, context: BatchContext) -> float:
-    """Count the passes of one method for one input, beside the plain forward pass.
+    """Count the passes of one method for one input, in addition to the plain forward pass.
 
     Gradient scores count as 0 here, since `_count_gradients` counts the passes that they share.
     """
     if isinstance(method, GradientScore):
         return 0.0
     if isinstance(method, Recommended):
-        method = method.pick(context)[0]
+        method, _ = method.pick(context)
     if isinstance(method, Ensemble):
         return float(len(context.model_context.members))
     if isinstance(method, Heat):
-        unit = method.unit(context)
+        unit = method.get_unit(context)
+        # Without ρ₀ heat is the entropy, which needs no gradients.
         if unit.log_ratio is None:
             return 0.0
         names = [name for block in unit.blocks for name in block]
-        return _count_late(context, names, min(context.num_classes - 1, CONTRASTS))
+        return _count_late_gradients(context, names, min(context.num_classes - 1, CONTRASTS))
     if isinstance(method, Coherence):
         directions = method.num_directions(context.num_classes)
-        return _count_late(context, method.late_params(context), directions)
+        return _count_late_gradients(context, method.late_params(context), directions)
     return method.extra_passes
 
 
-def _count_late(context: BatchContext, names: Iterable[str], directions: int) -> float:
-    """Count the passes for gradients of some late parameters: one forward, and several backward
-    that stop at these parameters.
+def _count_late_gradients(context: BatchContext, names: Iterable[str], directions: int) -> float:
+    """Count the cost, in forward passes, of gradients with respect to some late parameters.
+
+    There is one forward pass, and one backward pass for each direction, which stops at the first of
+    these parameters.
 
     Args:
         context: the batch.
         names: the names of the parameters.
-        directions: the number of backward passes.
+        directions: the number of directions along which gradients are taken.
     """
-    request = context.request(GradientPass.of_scorer(context, None).directions, None)
-    return row_passes(request, directions, context.model_context.cache, frozenset(names))
+    request = context.create_request(GradientPass.of_scorer(context, None).directions, None)
+    return count_row_passes(request, directions, context.model_context.cache, frozenset(names))
 
 
 def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) -> float:
-    """Count the passes for one input of the gradient scores that share one smoothing.
+    """Count the cost, in forward passes, of gradient scores that share one smoothing, for one input.
 
     Args:
-        context: the batch; where classes are sampled, their mean number over its inputs counts.
+        context: the batch. If classes are sampled, the mean number of classes over its inputs is
+            counted.
         methods: all gradient scores with this smoothing.
     """
     model_context = context.model_context
@@ -162,30 +172,30 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
     rows = 1 + (smooth.draws if smooth else 0)
     if settings.sketch is not None:
         return rows * SKETCH_PASSES * settings.sketch.tangents
-    shared = GradientPass.of_scorer(context, smooth)
-    directions: float = shared.directions.size(context.num_classes)
-    sampled = [m for m in methods if m.uses_class_sampling(context)]
-    if sampled:
-        sums = class_sums(context, sampled, shared.lam)
-        classes = float(sums.first_numbers(context.logits).double().mean())
+    shared_pass = GradientPass.of_scorer(context, smooth)
+    directions: float = shared_pass.directions.num_directions(context.num_classes)
+    sampling_methods = [m for m in methods if m.uses_class_sampling(context)]
+    if sampling_methods:
+        class_sums = create_class_sums(context, sampling_methods, shared_pass.lam)
+        sampled_classes = class_sums.choose_first_numbers(context.logits).double().mean()
         # A sample of the classes takes the place of all of them.
-        directions = classes + directions - context.num_classes
-    # Backward passes stop where the early layers begin that are skipped, if there are any.
-    late = find_layer_cut(
-        context.request(shared.directions, smooth), shared.lam, model_context.cache
-    )
-    names = None if late is None else late.names
-    plain = context.request(shared.directions, None)
-    return rows * row_passes(plain, directions, model_context.cache, names)
+        directions += float(sampled_classes) - context.num_classes
+    # Backward passes stop at the first layer that is not skipped.
+    request = context.create_request(shared_pass.directions, smooth, shared_pass.lam)
+    cut = find_layer_cut(request, model_context.cache)
+    late_names = None if cut is None else cut.names
+    unsmoothed_request = context.create_request(shared_pass.directions, None)
+    return rows * count_row_passes(unsmoothed_request, directions, model_context.cache, late_names)
 
 
 @torch.no_grad()
-def _forward_seconds(context: BatchContext) -> float:
-    """Measure the time of a plain forward pass over one input: the shortest of three."""
-    one = ModelInput(take_samples(context.batch, slice(0, 1)))
+def _time_forward_pass(context: BatchContext) -> float:
+    """Measure the seconds of a plain forward pass over one input: the shortest of three passes."""
+    first_input = ModelInput(take_samples(context.batch, slice(0, 1)))
     times: list[float] = []
     for _ in range(TIMED_RUNS):
         start = time.perf_counter()
-        forward_logits(context.model, one)
+        forward_logits(context.model, first_input)
         times.append(time.perf_counter() - start)
+    # Other work on the machine only makes a pass slower.
     return min(times)

@@ -76,9 +76,9 @@ METHODS: tuple[type[Method], ...] = (
     training_distances.FDBD,
     training_heads.QUAM,
 )
-RENAMED = {"auto": "recommended"}  # `auto` is an engine
+RENAMED = {"auto": "recommended"}  # old names of methods; `auto` is an engine
 BY_NAME = {kind.name: kind for kind in METHODS}
-# By name, the largest number of parameters.
+# From the name of a modifier to the largest number of its parameters.
 MODIFIERS = {"layers": 1, "smooth": 2}
 
 Methods = str | Method | Sequence[str | Method] | Mapping[str, str | Method]
@@ -100,8 +100,10 @@ def list_methods() -> list[Method]:
 
 
 def parse(spec: str) -> Method:
-    """Create the method that a spec names: `name` or `name(parameters)`, then `+layers(λ)` and
-    `+smooth(σ, N)`.
+    """Create the method that a spec describes.
+
+    A spec is `name` or `name(parameters)`, then the modifiers `+layers(λ)` and `+smooth(σ, N)`, if
+    any.
 
     Example:
         ```python
@@ -134,13 +136,17 @@ def parse(spec: str) -> Method:
 
 
 def _modify(method: Method, modifier: str, arguments: list[float], spec: str) -> Method:
-    """Return a gradient score with `+layers` or `+smooth` applied.
+    """Return a copy of a gradient score with the modifier `+layers` or `+smooth`.
 
     Args:
         method: the method to modify.
         modifier: the name of the modifier.
         arguments: the parameters of the modifier.
         spec: the whole spec, for errors.
+
+    Raises:
+        QualmsError: if the modifier is unknown, used twice or has too many parameters, or if the
+            method is not a gradient score.
     """
     if modifier not in MODIFIERS:
         raise QualmsError(
@@ -151,7 +157,8 @@ def _modify(method: Method, modifier: str, arguments: list[float], spec: str) ->
             f"{spec!r} is invalid: {modifier!r} applies only to gradient scores, and "
             f"{method.name} is not one."
         )
-    if (method.layers if modifier == "layers" else method.smooth) is not None:
+    current_value = method.layers if modifier == "layers" else method.smooth
+    if current_value is not None:
         raise QualmsError(f"{spec!r} has {modifier!r} twice; pass it once.")
     max_arguments = MODIFIERS[modifier]
     if len(arguments) > max_arguments:
@@ -165,7 +172,13 @@ def _modify(method: Method, modifier: str, arguments: list[float], spec: str) ->
 
 
 def _create_smoothing(arguments: list[float], spec: str) -> Smoothing:
-    """Create the smoothing of `+smooth(σ, N)`; errors about its parameters quote the whole spec."""
+    """Create the smoothing of `+smooth(σ, N)` from its parameters.
+
+    Args:
+        arguments: σ and N; the defaults stand in for missing ones.
+        spec: the whole spec, which errors quote.
+    """
+    # Any, as type checkers do not know which fields the arguments belong to.
     kind: type[Any] = Smoothing
     try:
         return kind(**_name_arguments(kind, arguments))
@@ -174,7 +187,7 @@ def _create_smoothing(arguments: list[float], spec: str) -> Smoothing:
 
 
 def _parse_call(text: str, spec: str) -> tuple[str, list[float]]:
-    """Split a text such as `name(1, 2)` into the name, in lower case with hyphens, and the numbers.
+    """Split a text such as `name(1,2)` into the name, in lower case with hyphens, and the numbers.
 
     Args:
         text: the method or modifier, without spaces.
@@ -184,8 +197,9 @@ def _parse_call(text: str, spec: str) -> tuple[str, list[float]]:
     try:
         if match is None:
             raise ValueError
-        inside = match[2].split(",") if match[2] else []
-        return match[1].lower().replace("_", "-"), [float(a) for a in inside]
+        name, inside = match[1], match[2]
+        arguments = inside.split(",") if inside else []
+        return name.lower().replace("_", "-"), [float(argument) for argument in arguments]
     except ValueError:
         message = (
             f"{text!r} in {spec!r} is invalid; pass a name with numbers in parentheses, such as "
@@ -197,8 +211,15 @@ def _parse_call(text: str, spec: str) -> tuple[str, list[float]]:
 def _name_arguments(kind: type[Any], arguments: list[float]) -> dict[str, int | float]:
     """Assign numbers to the fields of a method or a smoothing, in order.
 
-    A whole number becomes an int if the default of its parameter is one. Other numbers stay floats,
-    which the rules of the parameter accept or reject.
+    An integral number becomes an int if the default of its field is an int. Other numbers stay
+    floats, which the rules of the parameters accept or reject.
+
+    Args:
+        kind: the dataclass, a method or `Smoothing`.
+        arguments: the numbers; fewer than there are fields leave the last fields out.
+
+    Returns:
+        A dict from the name of each field to its number.
     """
     named: dict[str, int | float] = {}
     for field, number in zip(fields(kind), arguments, strict=False):
@@ -208,9 +229,11 @@ def _name_arguments(kind: type[Any], arguments: list[float]) -> dict[str, int | 
 
 
 def _suggest(word: str, known: Iterable[str]) -> str:
-    """Phrase the end of an error about an unknown word: similar known words, or all of them."""
-    near = get_close_matches(word, known, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(known)}."
+    """Phrase the advice of an error about an unknown word: similar known words, or all of them."""
+    similar = get_close_matches(word, known, n=3, cutoff=0.5)
+    if similar:
+        return f"did you mean {' or '.join(similar)}?"
+    return f"choose one of {', '.join(known)}."
 
 
 # What a user passes as methods: specs or objects, or a dict of them with names of the user's own.
@@ -219,8 +242,13 @@ def _suggest(word: str, known: Iterable[str]) -> str:
 def name_methods(methods: Methods) -> dict[str, Method]:
     """Parse the specs among some methods, and name each method.
 
+    Args:
+        methods: what a user passes: specs, such as `"regrad+layers"`, or objects; one, a list of
+            them, or a dict of them with names.
+
     Returns:
-        The methods by name: the key in a dict of methods, else the spec as it was written.
+        A dict from names to methods. The name is the key in a dict of methods, else the spec as it
+        was written, or the spec of the object.
     """
     if isinstance(methods, (str, Method)):
         methods = [methods]
@@ -245,11 +273,12 @@ def name_methods(methods: Methods) -> dict[str, Method]:
 
 
 def in_pixels(method: Method, pixel_std: PixelStd) -> Method:
-    """Convert a method's noise in pixels from 0 to 1 to the units of inputs that were divided by
-    `pixel_std`.
+    """Return a method with its noise converted from pixels to the units of the model's inputs.
+
+    Pixels range from 0 to 1; the model's inputs are pixels divided by `pixel_std`.
 
     Args:
-        method: the method; a noise level that is a tuple is in these units already.
+        method: the method; a noise level that is a tuple is already in the units of the inputs.
         pixel_std: one number, or one for each channel; None leaves the method unchanged.
     """
     if pixel_std is None:
@@ -260,30 +289,33 @@ def in_pixels(method: Method, pixel_std: PixelStd) -> Method:
             f"pixel_std={pixel_std!r} is invalid; pass a number above 0, or one per channel."
         )
 
-    def divide(level: float) -> Noise:
-        """Divide a level in pixels by the standard deviation, or by that of each channel."""
+    def divide_by_stds(level: float) -> Noise:
+        """Divide a noise level in pixels by the standard deviation, or by that of each channel."""
         levels = tuple(level / std for std in stds)
         return levels if len(levels) > 1 else levels[0]
 
-    return method.in_units(divide)
+    return method.in_units(divide_by_stds)
 
 
 def _is_positive_number(value: Any) -> bool:
-    """Whether a value is an int or a float above 0; True and False are not."""
+    """Whether a value is an int or a float above 0; a bool is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def noisy_specs(methods: Methods) -> tuple[str, ...]:
-    """Return the specs whose noise is meant in pixels.
+    """Return those specs among some methods whose noise level is in pixels.
 
-    Method objects are left out: whoever creates one sets its noise in the units of the input.
+    Method objects are left out: their noise is already in the units of the model's input.
+
+    Args:
+        methods: specs or objects; one, a list of them, or a dict of them with names.
     """
     if isinstance(methods, (str, Method)):
         methods = [methods]
-    values = methods.values() if isinstance(methods, Mapping) else methods
-    noisy: list[str] = []
-    for one in values:
+    specs_or_objects = methods.values() if isinstance(methods, Mapping) else methods
+    specs: list[str] = []
+    for one in specs_or_objects:
         # Any standard deviation other than 1 changes a method that has noise.
         if isinstance(one, str) and in_pixels(parse(one), 0.5) != parse(one):
-            noisy.append(one)
-    return tuple(noisy)
+            specs.append(one)
+    return tuple(specs)

@@ -20,12 +20,14 @@ from qualms.methods.training_features import (
 )
 from qualms.parameters import whole
 
-PRODUCTS_AT_ONCE = 2**23  # inner products with training features
-# Unit vectors at most this far apart differ only by rounding in 32 bits.
+# The largest number of inner products with training features that are computed at once.
+PRODUCTS_AT_ONCE = 2**23
+# Unit vectors at most this far apart differ only by rounding in float32.
 SAME = 1e-6
-# A length whose inner products, or those of its inverse, may not fit 32 bits.
+# Inner products of vectors longer than this, or shorter than its inverse, may not fit float32.
 EXTREME = 1e30
-# From the training mean, relative to the features' length: less is rounding.
+# The smallest distance from the training mean that is more than rounding, relative to the length
+# of the features.
 MIN_DISTANCE = 1e-6
 
 
@@ -35,37 +37,43 @@ def knn(
     lengths: Float64[Tensor, " n"],
     k: int,
 ) -> Float[Tensor, " b"]:
-    """KNN: ‖z - z₍ₖ₎‖, the distance to the k-th nearest vector; of fewer than k, to the farthest.
+    """KNN: the distance of unit vectors to their k-th nearest neighbor; with fewer, to the farthest.
 
     Args:
-        z: unit vectors of the inputs.
-        neighbors: training features, not yet divided by their lengths.
+        z: the features of each input, divided by their length.
+        neighbors: the training features, not yet divided by their lengths.
         lengths: the lengths of the training features.
-        k: the rank of the neighbor that counts.
+        k: the rank of the neighbor whose distance counts, from 1.
     """
     divisors = torch.where(lengths > 0, lengths, 1.0).to(neighbors)
     # A vector of zeros has the distance 1 from every unit vector: ‖z - 0‖² = 2 - 2 · 0.5.
     offsets = torch.where(lengths > 0, 0.0, 0.5).to(neighbors)
-    parts: list[Tensor] = []
+    distances: list[Tensor] = []
     for part in z.split(max(1, PRODUCTS_AT_ONCE // len(neighbors))):
-        # ‖z - z'‖² is a constant minus twice an inner product, which finds the neighbor. The
-        # distance itself would have half the digits only.
+        # ‖z - z'‖² = 2 - 2 z·z', so the inner product z·z' is enough to find the neighbor. The
+        # distance is computed from the difference: from the inner product it would have only half
+        # of the digits.
         nearness = (part @ neighbors.mT).div_(divisors).add_(offsets)
         index = nearness.topk(min(k, len(neighbors)), dim=-1).indices[:, -1]
         difference = part - to_unit(neighbors[index], lengths[index])
         distance = difference.double().norm(dim=-1)
-        parts.append(torch.where(distance > SAME, distance, 0.0))
-    return torch.cat(parts)
+        distances.append(torch.where(distance > SAME, distance, 0.0))
+    return torch.cat(distances)
 
 
 def vector_lengths(features: Float[Tensor, "n f"]) -> Float64[Tensor, " n"]:
-    """Compute ‖h‖ in double precision, in which no square underflows or overflows."""
+    """Compute the length of each feature vector in double precision.
+
+    In this precision the squares of float32 numbers neither underflow nor overflow.
+    """
+    # A part at a time, since the double-precision copy takes memory.
     return torch.cat([rows.double().norm(dim=-1) for rows in features.split(ROWS)])
 
 
 def to_unit(features: Float[Tensor, "n f"], lengths: Float64[Tensor, " n"]) -> Float[Tensor, "n f"]:
-    """Divide vectors by their lengths; a vector of zeros is left unchanged."""
-    return (features.double() / torch.where(lengths > 0, lengths, 1.0)[:, None]).to(features)
+    """Divide vectors by their lengths; a vector of zeros is returned unchanged."""
+    divisors = torch.where(lengths > 0, lengths, 1.0)
+    return (features.double() / divisors[:, None]).to(features)
 
 
 @dataclass(frozen=True)
@@ -96,9 +104,11 @@ class KNN(Method):
     rules: ClassVar = {"k": whole(1)}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Compute `knn` of the unit features."""
+        """Compute `knn` of the features divided by their lengths."""
         # The key of the cache is the class: methods with different k share the training features.
-        neighbors, lengths = context.model_context.once(KNN, lambda: self._neighbors(context))
+        neighbors, lengths = context.model_context.get_or_compute(
+            KNN, lambda: self._compute_neighbors(context)
+        )
         features = context.head.features.to(neighbors)
         return knn(
             to_unit(features, vector_lengths(features)),
@@ -107,13 +117,16 @@ class KNN(Method):
             self.k,
         )
 
-    def _neighbors(
+    def _compute_neighbors(
         self,
         context: BatchContext,
     ) -> tuple[Float[Tensor, "n f"], Float64[Tensor, " n"]]:
-        """Return the training features, not divided by their lengths, and these lengths.
+        """Compute the features of the training inputs, and their lengths.
 
-        The features are in double precision if 32 bits do not hold their inner products.
+        The features are in double precision if their inner products may not fit float32.
+
+        Returns:
+            The features, not divided by their lengths, and the lengths.
         """
         features = training_features(context, self.name).features
         lengths = vector_lengths(features)
@@ -126,11 +139,11 @@ class KNN(Method):
 
 @dataclass(frozen=True)
 class ClassGaussians:
-    """A Gaussian for each class that has training inputs, with one covariance Σ for all of them.
+    """A Gaussian of the features of each class, with one covariance Σ for all classes.
 
     Attributes:
-        means: μ_c, the mean features of each of the k classes.
-        whitening: A, with Σ⁻¹ = A Aᵀ; r is the rank of Σ.
+        means: the mean features of each of the k classes that have training inputs.
+        whitening: a matrix A with Σ⁻¹ = A Aᵀ; r is the rank of Σ.
     """
 
     means: Float64[Tensor, "k f"]
@@ -138,11 +151,13 @@ class ClassGaussians:
 
 
 def mahalanobis(features: Float[Tensor, "b f"], classes: ClassGaussians) -> Float64[Tensor, " b"]:
-    """Compute min_c (h - μ_c)ᵀ Σ⁻¹ (h - μ_c), as ‖Aᵀ(h - μ_c)‖², which is never negative.
+    """Compute min_c (h - μ_c)ᵀ Σ⁻¹ (h - μ_c), the squared Mahalanobis distance to the nearest class.
+
+    It is computed as ‖Aᵀ(h - μ_c)‖², which is never negative.
 
     Args:
-        features: h.
-        classes: the means μ_c and A, with Σ⁻¹ = A Aᵀ.
+        features: the features h of each input.
+        classes: the means μ_c of the classes, and A with Σ⁻¹ = A Aᵀ.
     """
     h = features.double()
     distances = [((h - mean) @ classes.whitening).square().sum(-1) for mean in classes.means]
@@ -152,7 +167,7 @@ def mahalanobis(features: Float[Tensor, "b f"], classes: ClassGaussians) -> Floa
 def fit_classes(training: TrainingFeatures) -> ClassGaussians:
     """Fit the mean of each class and the shared inverse covariance to training features.
 
-    Directions whose variance is no more than rounding are left out of the inverse.
+    Directions whose variance is no larger than rounding errors are left out of the inverse.
 
     Raises:
         QualmsError: if features do not vary within the classes.
@@ -165,22 +180,27 @@ def fit_classes(training: TrainingFeatures) -> ClassGaussians:
         members = training.features[training.labels == label].double()
         mean = members.mean(0)
         means.append(mean)
-        scatter += (members - mean).mT @ (members - mean)
+        centered = members - mean
+        scatter += centered.mT @ centered
     if scatter.trace().sqrt() <= eps * training.features.norm(dtype=torch.double):
         raise QualmsError(
             f"the {len(training.features)} training inputs do not vary within their classes, so "
             "mahalanobis has no covariance; pass more training inputs per class."
         )
-    smallest = max(width * torch.finfo(torch.double).eps, (width * eps) ** 2)
+    # The rounding error of a variance relative to the largest one: that of the sums in double
+    # precision, or that of the features themselves.
+    rounding = max(width * torch.finfo(torch.double).eps, (width * eps) ** 2)
     variances, directions = torch.linalg.eigh(scatter / len(training.features))
-    counts = variances > smallest * variances[-1]  # the largest is the last
-    return ClassGaussians(torch.stack(means), directions[:, counts] / variances[counts].sqrt())
+    largest = variances[-1]  # eigenvalues ascend
+    is_kept = variances > rounding * largest
+    whitening = directions[:, is_kept] / variances[is_kept].sqrt()
+    return ClassGaussians(torch.stack(means), whitening)
 
 
 @dataclass(frozen=True)
 class Mahalanobis(Method):
-    """min_c (h - μ_c)ᵀ Σ⁻¹ (h - μ_c), with the mean of each class and one covariance for all of
-    them.
+    """min_c (h - μ_c)ᵀ Σ⁻¹ (h - μ_c), with the mean features μ_c of each class and one covariance Σ
+    for all of them.
 
     Classes are the labels if `train=` has pairs of inputs and labels, else the model's predictions.
     Directions in which the training features do not vary at all do not count: Σ has a
@@ -209,7 +229,7 @@ class Mahalanobis(Method):
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute the squared Mahalanobis distance to the nearest class."""
-        classes = context.model_context.once(
+        classes = context.model_context.get_or_compute(
             self, lambda: fit_classes(training_features(context, self.name))
         )
         return mahalanobis(context.head.features, classes)
@@ -219,22 +239,26 @@ def boundary_distance(
     logits: Float[Tensor, "b c"],
     weight: Float[Tensor, "c f"],
 ) -> Float[Tensor, " b"]:
-    """Compute the mean over c ≠ ĉ of (z_ĉ - z_c) / ‖w_ĉ - w_c‖, the distance to the boundaries
-    between the predicted class ĉ and all others.
+    """Compute the mean distance of features to the boundaries between the predicted class and others.
 
-    Two classes with the same weights have no boundary between them; their distance counts as 0.
+    It is the mean over all classes c but the predicted class ĉ of (z_ĉ - z_c) / ‖w_ĉ - w_c‖. Two
+    classes with the same weights have no boundary between them; their distance counts as 0.
 
     Args:
-        logits: z.
+        logits: the logits z.
         weight: the weight of the last linear layer, with rows w_c.
     """
     largest, predicted = logits.max(-1)
     # Only pairs with a predicted class: all pairs of classes may be billions.
     predicted_classes, index = predicted.unique(return_inverse=True)
     rows = weight.double()
-    pairs = torch.cdist(rows[predicted_classes], rows, compute_mode="donot_use_mm_for_euclid_dist")
-    between = pairs[index]
-    distances = torch.where(between > 0, (largest[:, None] - logits) / between, 0)
+    # Without a matrix product, in which rows that are nearly equal would cancel.
+    weight_distances = torch.cdist(
+        rows[predicted_classes], rows, compute_mode="donot_use_mm_for_euclid_dist"
+    )
+    divisors = weight_distances[index]  # ‖w_ĉ - w_c‖ of each input: [b, c]
+    distances = torch.where(divisors > 0, (largest[:, None] - logits) / divisors, 0)
+    # The predicted class adds 0 to the sum.
     return distances.sum(-1) / (logits.shape[1] - 1)
 
 
@@ -248,14 +272,14 @@ def fdbd(
     """fDBD: minus the `boundary_distance`, divided by ‖h - μ‖.
 
     Args:
-        logits: z.
-        features: h.
+        logits: the logits of the features h.
+        features: h, which the last linear layer reads.
         weight: the weight of the last linear layer.
         mean: μ, the mean of the training features.
-        min_distance: the lower bound of ‖h - μ‖ in the division.
+        min_distance: a lower bound of the divisor: smaller distances ‖h - μ‖ count as this one.
     """
-    from_mean = (features.double() - mean).norm(dim=-1).clamp_min(min_distance)
-    return -boundary_distance(logits, weight) / from_mean
+    distance_from_mean = (features.double() - mean).norm(dim=-1).clamp_min(min_distance)
+    return -boundary_distance(logits, weight) / distance_from_mean
 
 
 @dataclass(frozen=True)
@@ -281,15 +305,18 @@ class FDBD(Method):
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute `fdbd` with the mean of the training features."""
-        mean, min_distance = context.model_context.once(self, lambda: self._fit(context))
+        model_context = context.model_context
+        mean, min_distance = model_context.get_or_compute(self, lambda: self._compute_mean(context))
         head = context.head
         return fdbd(context.logits, head.features, head.weight, mean, min_distance)
 
-    def _fit(self, context: BatchContext) -> tuple[Float64[Tensor, " f"], float]:
-        """Compute the mean of the training features, and the smallest distance from the mean that is
-        more than rounding.
+    def _compute_mean(self, context: BatchContext) -> tuple[Float64[Tensor, " f"], float]:
+        """Compute the mean of the training features.
+
+        Returns:
+            The mean, and the smallest distance from it that is more than rounding.
         """
         features = training_features(context, self.name).features
-        # The root mean square of the lengths of the feature vectors.
-        length = float(features.norm(dtype=torch.double)) / len(features) ** 0.5
-        return features.mean(0, dtype=torch.double), MIN_DISTANCE * (length or 1.0)
+        # The root mean square of the lengths of the feature vectors; 1 if all features are zero.
+        length = float(features.norm(dtype=torch.double)) / len(features) ** 0.5 or 1.0
+        return features.mean(0, dtype=torch.double), MIN_DISTANCE * length

@@ -1,8 +1,8 @@
 """The features that the last linear layer reads for every training input, and the scores that fit a
 threshold or a subspace to them.
 
-One pass over `train=` serves all methods that need it. h are features, W and b the layer's weight
-and bias.
+One pass over the training inputs (`train=`) serves all methods that need their features. h are
+features, W and b the weight and the bias of the last linear layer.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import num_samples, take_samples
+from qualms.gradients.batch import num_samples, slices, take_samples
 from qualms.gradients.precision import at_least_float32
 from qualms.methods.context import BatchContext
 from qualms.methods.head import Head, forward_with_head, require_head
@@ -23,17 +23,19 @@ from qualms.methods.logits import energy
 from qualms.methods.method import TRAINING_DATA, Method
 from qualms.parameters import SHARE, whole
 
-ROWS = 4096  # training features that are in double precision at once
+ROWS = 4096  # the number of training inputs whose features are in double precision at once
 
 
 @dataclass(frozen=True)
 class TrainingFeatures:
-    """The features and labels of n training inputs, in float32 at least: 4 n f bytes or more.
+    """The features and labels of n training inputs.
+
+    Floating-point numbers are in float32 at least, so the f features take 4 n f bytes or more.
 
     Attributes:
         features: the features that the last linear layer reads.
         max_logits: the largest logit of each input.
-        labels: the labels that came with the inputs, else the model's predictions.
+        labels: the labels from the training data; the model's predictions if it has none.
     """
 
     features: Float[Tensor, "n f"]
@@ -42,14 +44,16 @@ class TrainingFeatures:
 
 
 def training_features(context: BatchContext, method: str) -> TrainingFeatures:
-    """Return the features of `train=`, computed once for a model.
+    """Return the features of all training inputs; computed at the first call for a model.
 
     Args:
         context: the context that holds the model and its training data.
         method: the name of the method, for the error if there is no training data.
     """
     model_context = context.model_context
-    return model_context.once(TrainingFeatures, lambda: _compute_features(context, method))
+    return model_context.get_or_compute(
+        TrainingFeatures, lambda: _compute_features(context, method)
+    )
 
 
 def _compute_features(context: BatchContext, method: str) -> TrainingFeatures:
@@ -63,22 +67,31 @@ def _compute_features(context: BatchContext, method: str) -> TrainingFeatures:
     max_logits: list[Tensor] = []
     labels: list[Tensor] = []
     for batch, batch_labels in context.model_context.labeled_training_batches(method):
-        size = context.model_context.rows_at_once(batch)
-        for start in range(0, num_samples(batch), size):
-            rows = slice(start, start + size)
-            z, head = forward_with_head(context.model, take_samples(batch, rows))
+        max_rows = context.model_context.rows_at_once(batch)
+        for rows in slices(num_samples(batch), max_rows):
+            logits, head = forward_with_head(context.model, take_samples(batch, rows))
             features.append(at_least_float32(require_head(head).features))
-            max_logits.append(at_least_float32(z).amax(-1))
+            max_logits.append(at_least_float32(logits).amax(-1))
             if batch_labels is None:
-                labels.append(z.argmax(-1))
+                labels.append(logits.argmax(-1))
             else:
-                labels.append(_check_labels(batch_labels[rows].to(z.device), z.shape[1]))
-    return TrainingFeatures(torch.cat(features), torch.cat(max_logits), torch.cat(labels))
+                row_labels = batch_labels[rows].to(logits.device)
+                labels.append(_require_valid_labels(row_labels, logits.shape[1]))
+    return TrainingFeatures(
+        features=torch.cat(features),
+        max_logits=torch.cat(max_logits),
+        labels=torch.cat(labels),
+    )
 
 
-def _check_labels(labels: Int[Tensor, " b"], classes: int) -> Int[Tensor, " b"]:
-    """Return the labels, or raise an error if one is not the number of a logit."""
-    low, high = (int(end) for end in labels.aminmax())
+def _require_valid_labels(labels: Int[Tensor, " b"], classes: int) -> Int[Tensor, " b"]:
+    """Return the labels unchanged; raise an error if one is not from 0 to `classes` - 1.
+
+    Args:
+        labels: the labels of some training inputs.
+        classes: the number of classes of the model.
+    """
+    low, high = (int(label) for label in labels.aminmax())
     if low < 0 or high >= classes:
         raise QualmsError(
             f"the labels in train= range from {low} to {high}, but the model has {classes} "
@@ -93,13 +106,13 @@ def react(
     bias: Float[Tensor, " c"] | None,
     threshold: float,
 ) -> Float[Tensor, " b"]:
-    """ReAct: energy of the logits of min(h, threshold).
+    """ReAct: energy of the logits of min(h, threshold), the features h clipped at a threshold.
 
     Args:
-        features: h.
-        weight: W of the last linear layer.
-        bias: b of the last linear layer.
-        threshold: a quantile of the numbers in the training features, at which h is clipped.
+        features: h, which the last linear layer reads.
+        weight: the weight of the last linear layer.
+        bias: the bias of the last linear layer; None if it has none.
+        threshold: such as a quantile of all the numbers in the training features.
     """
     return energy(F.linear(features.clamp(max=threshold), weight, bias).double())
 
@@ -135,24 +148,28 @@ class ReAct(Method):
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute `react` with the quantile of the training features as threshold."""
         head = context.head
-        threshold = context.model_context.once(self, lambda: self._find_threshold(context))
+        threshold = context.model_context.get_or_compute(
+            self, lambda: self._find_threshold(context)
+        )
         return react(head.features, head.weight, head.bias, threshold)
 
     def _find_threshold(self, context: BatchContext) -> float:
         """Compute the quantile of all the numbers in the training features."""
-        # numpy's quantile, since torch's takes 16 million numbers at most.
+        # NumPy's quantile, since torch's takes 16 million numbers at most.
         features = training_features(context, self.name).features
         return float(np.quantile(features.cpu(), self.quantile))
 
 
 @dataclass(frozen=True)
 class Residual:
-    """The virtual logit of ViM: the part of a feature vector that the training features do not span.
+    """What ViM fits to training features: the subspace that they hardly span, and a scale.
 
     Attributes:
-        origin: o = -W⁺b, at which all logits are zero.
-        directions: R, an orthonormal basis of all but the principal directions around o.
-        alpha: α, the scale of the virtual logit.
+        origin: o = -W⁺b, the features at which all logits are zero; W and b are the weight and the
+            bias of the last linear layer.
+        directions: R, an orthonormal basis of r directions: all but the principal directions of the
+            training features around o.
+        alpha: α, the scale of the virtual logit α ‖Rᵀ(h - o)‖.
     """
 
     origin: Float64[Tensor, " f"]
@@ -160,7 +177,10 @@ class Residual:
     alpha: float
 
     def virtual_logit(self, features: Float[Tensor, "b f"]) -> Float64[Tensor, " b"]:
-        """Compute α ‖Rᵀ(h - o)‖ of features h."""
+        """Compute α ‖Rᵀ(h - o)‖ of features h.
+
+        α is the scale `alpha`, R are the `directions`, and o is the `origin`.
+        """
         return self.alpha * ((features.double() - self.origin) @ self.directions).norm(dim=-1)
 
 
@@ -169,12 +189,13 @@ def vim(
     features: Float[Tensor, "b f"],
     residual: Residual,
 ) -> Float[Tensor, " b"]:
-    """ViM: α ‖Rᵀ(h - o)‖ - log Σ_c exp z_c.
+    """ViM: α ‖Rᵀ(h - o)‖ - log Σ_c exp z_c, a virtual logit against the energy of the logits.
 
     Args:
-        logits: z.
-        features: h.
-        residual: o, R and α, fitted to training features by `fit_residual`.
+        logits: the logits z.
+        features: h, which the last linear layer reads.
+        residual: the origin o, directions R and scale α that `fit_residual` fits to training
+            features.
     """
     return residual.virtual_logit(features) - logits.logsumexp(-1)
 
@@ -212,26 +233,26 @@ class ViM(Method):
     rules: ClassVar = {"dimensions": whole(0)}
 
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
-        """Compute `vim` with the residual of the training features."""
-        residual = context.model_context.once(self, lambda: self._fit(context))
+        """Compute `vim`, with a residual that is fitted to the training features."""
+        residual = context.model_context.get_or_compute(self, lambda: self._fit_residual(context))
         return vim(context.logits, context.head.features, residual)
 
-    def _fit(self, context: BatchContext) -> Residual:
-        """Fit the residual to the training features, with the given or the paper's dimensions."""
+    def _fit_residual(self, context: BatchContext) -> Residual:
+        """Fit the residual to the training features, with `dimensions`, or the paper's if it is 0."""
         training = training_features(context, self.name)
         dimensions = self.dimensions or default_dimensions(training.features.shape[1])
         return fit_residual(training, context.head, dimensions)
 
     def quick(self) -> "ViM":
-        """Return the same method with one principal direction, which needs few training inputs."""
+        """Return a copy with one principal direction, which works with few training inputs."""
         return replace(self, dimensions=1)
 
 
 def default_dimensions(width: int) -> int:
-    """Choose D, the number of principal directions, for a number of features.
+    """Choose ViM's number of principal directions for features of this width.
 
-    As in the paper's code; with fewer than 768 features, which the paper's smallest network has, it
-    is half of them.
+    From 768 features on, it is that of the paper's code. The paper has no network with fewer
+    features; for these it is half of the width.
     """
     if width >= 2048:
         return 1000
@@ -244,10 +265,11 @@ def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Res
     Args:
         training: the training features.
         head: the last linear layer.
-        dimensions: D, the number of principal directions.
+        dimensions: the number of principal directions, which the residual leaves out.
 
     Raises:
-        QualmsError: if no features lie outside of D dimensions, or α would not be positive.
+        QualmsError: if the training features do not vary outside of the principal directions, or
+            the scale of the virtual logit would not be positive.
     """
     weight = head.weight.double()
     width = weight.shape[1]
@@ -265,15 +287,17 @@ def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Res
     vectors = torch.linalg.eigh(scatter).eigenvectors  # eigenvalues ascend
     directions = vectors[:, : width - dimensions]
     unscaled = Residual(origin, directions, alpha=1.0)
-    parts = [unscaled.virtual_logit(rows) for rows in training.features.split(ROWS)]
-    norm = torch.cat(parts).mean()
-    # The rounding of the features themselves, or of the sums of squares that the directions come
-    # from, whichever is larger.
+    norms = [unscaled.virtual_logit(rows) for rows in training.features.split(ROWS)]
+    mean_norm = torch.cat(norms).mean()
+    # The relative rounding error of the features themselves, or of the sums of squares that the
+    # directions come from, whichever is larger.
     rounding = max(
         width * torch.finfo(training.features.dtype).eps,
         (width * torch.finfo(torch.double).eps) ** 0.5,
     )
-    if norm <= rounding * (scatter.trace() / len(training.features)).sqrt():
+    # The trace is the sum of the squared distances from the origin.
+    root_mean_square = (scatter.trace() / len(training.features)).sqrt()
+    if mean_norm <= rounding * root_mean_square:
         raise QualmsError(
             f"vim needs training features that vary in more than {dimensions} dimensions, but "
             f"these {len(training.features)} do not; pass more training inputs, or fewer "
@@ -285,4 +309,4 @@ def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Res
             f"the mean of the training inputs' largest logits is {largest:.3g}, but vim needs a "
             "positive one to scale its virtual logit; use knn, mahalanobis or energy."
         )
-    return Residual(origin, directions, largest / float(norm))
+    return Residual(origin, directions, alpha=largest / float(mean_norm))

@@ -143,7 +143,7 @@ def _order_classes(in_scores: Any, out_scores: Any, positive: str) -> tuple[Floa
     inside = scores(in_scores, "in_scores")
     outside = scores(out_scores, "out_scores")
     if positive not in ("out", "in"):
-        raise QualmsError(f"positive={positive!r} is not known; choose 'out' or 'in'.")
+        raise QualmsError(f"positive={positive!r} is invalid; choose 'out' or 'in'.")
     if positive == "out":
         return outside, inside
     return -inside, -outside

@@ -1,8 +1,8 @@
 """He et al.'s residual networks for CIFAR (CVPR 2016, section 4.2): three stages of 16, 32 and 64
 channels.
 
-Much smaller than the ResNets of `resnet.py`, which widen ImageNet's to four stages of 64 to 512
-channels. Most of the published CIFAR checkpoints are of this kind, and differ in the shortcut
+They are much smaller than the ResNets of `resnet.py`, which have four stages of 64 to 512 channels
+as for ImageNet. Most published CIFAR checkpoints are of this kind; they differ in the shortcuts
 between stages.
 """
 
@@ -14,37 +14,40 @@ class Block(nn.Module):
     """Two 3x3 convolutions and a shortcut.
 
     Args:
-        inside: channels of the input.
-        outside: channels of the output; more than `inside` halves height and width.
-        projected: whether a shortcut that changes shape has weights.
+        in_channels: channels of the input.
+        out_channels: channels of the output; if they differ from `in_channels`, height and width
+            are halved.
+        has_shortcut_weights: whether a shortcut that changes the shape is a convolution. If not,
+            it subsamples the pixels and adds channels of zeros.
     """
 
-    def __init__(self, inside: int, outside: int, projected: bool) -> None:
+    def __init__(self, in_channels: int, out_channels: int, has_shortcut_weights: bool) -> None:
         super().__init__()
-        self.stride = 1 if inside == outside else 2
-        self.new_channels = outside - inside
-        self.conv1 = nn.Conv2d(inside, outside, 3, self.stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outside)
-        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outside)
+        self.stride = 1 if in_channels == out_channels else 2
+        self.new_channels = out_channels - in_channels
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, self.stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_channels)
         self.downsample: nn.Module | None = None
-        if self.stride == 2 and projected:
+        if self.stride == 2 and has_shortcut_weights:
             self.downsample = nn.Sequential(
-                nn.Conv2d(inside, outside, 1, 2, bias=False), nn.BatchNorm2d(outside)
+                nn.Conv2d(in_channels, out_channels, 1, 2, bias=False), nn.BatchNorm2d(out_channels)
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [n, inside, h, w] to [n, outside, h/stride, w/stride]."""
+        """Map [n, in_channels, h, w] to [n, out_channels, h/stride, w/stride]."""
         h = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        return F.relu(h + self._shortcut(x))
+        return F.relu(h + self._apply_shortcut(x))
 
-    def _shortcut(self, x: Tensor) -> Tensor:
-        """Return x in the shape of the block's output."""
+    def _apply_shortcut(self, x: Tensor) -> Tensor:
+        """Return the block's input in the shape of its output."""
         if self.downsample is not None:
             return self.downsample(x)
         if self.stride == 1:
             return x
-        # Every second pixel, and half of the new channels, all zeros, on each side of x's.
+        # Take every second pixel, and add half of the new channels, all zeros, before the channels
+        # of x and half after them.
         half = self.new_channels // 2
         return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, half, half))
 
@@ -55,16 +58,16 @@ class CifarResNet(nn.Module):
     Args:
         blocks: the number of blocks in each stage.
         classes: the number of classes.
-        projected: whether shortcuts that change shape have weights.
+        has_shortcut_weights: whether shortcuts that change the shape are convolutions.
     """
 
-    def __init__(self, blocks: int, classes: int, projected: bool) -> None:
+    def __init__(self, blocks: int, classes: int, has_shortcut_weights: bool) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
-        self.layer1 = _stage(16, 16, blocks, projected)
-        self.layer2 = _stage(16, 32, blocks, projected)
-        self.layer3 = _stage(32, 64, blocks, projected)
+        self.layer1 = _build_stage(16, 16, blocks, has_shortcut_weights)
+        self.layer2 = _build_stage(16, 32, blocks, has_shortcut_weights)
+        self.layer3 = _build_stage(32, 64, blocks, has_shortcut_weights)
         self.fc = nn.Linear(64, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,26 +77,31 @@ class CifarResNet(nn.Module):
         return self.fc(h.mean((2, 3)))
 
 
-def _stage(inside: int, outside: int, blocks: int, projected: bool) -> nn.Sequential:
-    """Create a stage: blocks of one width.
+def _build_stage(
+    in_channels: int,
+    out_channels: int,
+    blocks: int,
+    has_shortcut_weights: bool,
+) -> nn.Sequential:
+    """Create a stage: a sequence of blocks with the same number of output channels.
 
     Args:
-        inside: channels of the input.
-        outside: channels of every block's output.
+        in_channels: channels of the input.
+        out_channels: channels of every block's output.
         blocks: the number of blocks.
-        projected: whether a shortcut that changes shape has weights.
+        has_shortcut_weights: whether a shortcut that changes the shape is a convolution.
     """
-    stage = [Block(inside, outside, projected)]
+    stage = [Block(in_channels, out_channels, has_shortcut_weights)]
     for _ in range(blocks - 1):
-        stage.append(Block(outside, outside, projected))
+        stage.append(Block(out_channels, out_channels, has_shortcut_weights))
     return nn.Sequential(*stage)
 
 
-def resnet20(classes: int = 10, projected: bool = False) -> CifarResNet:
+def resnet20(classes: int = 10, has_shortcut_weights: bool = False) -> CifarResNet:
     """Create ResNet-20, with three blocks a stage: 0.27 million parameters."""
-    return CifarResNet(3, classes, projected)
+    return CifarResNet(3, classes, has_shortcut_weights)
 
 
-def resnet56(classes: int = 100, projected: bool = True) -> CifarResNet:
+def resnet56(classes: int = 100, has_shortcut_weights: bool = True) -> CifarResNet:
     """Create ResNet-56, with nine blocks a stage: 0.86 million parameters."""
-    return CifarResNet(9, classes, projected)
+    return CifarResNet(9, classes, has_shortcut_weights)

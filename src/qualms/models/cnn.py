@@ -21,7 +21,7 @@ def paper_cnn(channels: int, size: int, classes: int = 10, hidden_layers: int = 
     Returns:
         A network that maps [n, channels, size, size] to [n, classes].
     """
-    # Two 4x4 convolutions without padding, then pooling.
+    # Each of two 4x4 convolutions without padding removes 3 pixels; pooling halves the rest.
     side = (size - 6) // 2
     layers: list[nn.Module] = [
         nn.Conv2d(channels, 32, 4),
@@ -61,7 +61,8 @@ class MnistCnn5x5(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 10, 5)
         self.conv2 = nn.Conv2d(10, 20, 5)
-        self.fc1 = nn.Linear(320, 50)  # 20 channels of 4x4 pixels
+        # 20 channels of 4x4 pixels.
+        self.fc1 = nn.Linear(320, 50)
         self.fc2 = nn.Linear(50, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ class MnistCnn5x5(nn.Module):
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
-    """Compute x σ(1.702 x), which is close to GELU."""
+    """Compute x · sigmoid(1.702 x), an approximation of GELU."""
     return x * (1.702 * x).sigmoid()
 
 
@@ -80,7 +81,8 @@ class SvhnCnn4(nn.Module):
     """Four 3x3 convolutions with pooling, and two linear layers.
 
     Args:
-        width: the number of channels of the first convolution; each further one doubles it.
+        width: the number of channels of the first convolution; each further convolution has twice
+            as many as the one before it.
         hidden: the number of features before the last layer.
         classes: the number of classes.
     """
@@ -88,12 +90,17 @@ class SvhnCnn4(nn.Module):
     def __init__(self, width: int, hidden: int, classes: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        inside = 3
-        for outside in (width, 2 * width, 4 * width, 8 * width):
-            layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-            inside = outside
+        in_channels = 3
+        for out_channels in (width, 2 * width, 4 * width, 8 * width):
+            layers += [
+                nn.Conv2d(in_channels, out_channels, 3, padding=1),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            ]
+            in_channels = out_channels
         self.layers = nn.Sequential(*layers)
-        self.fc1 = nn.Linear(2 * 2 * inside, hidden)  # 32x32 pixels, halved four times
+        # 32x32 pixels, halved four times.
+        self.fc1 = nn.Linear(2 * 2 * in_channels, hidden)
         self.fc2 = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:

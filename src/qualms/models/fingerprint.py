@@ -7,10 +7,11 @@ from torch import nn
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Hash the names, dtypes, shapes and values of a model's state to sixteen hex digits."""
+    """Hash a model's state to sixteen hex digits: each tensor's name, dtype, shape and values."""
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
         flat = value.detach().cpu().contiguous().flatten()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+        # As bytes, since NumPy lacks some of torch's dtypes, such as bfloat16.
         digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -13,19 +13,20 @@ from torch import nn
 from qualms.errors import QualmsError, explain_failure, reason
 from qualms.models.checkpoint import fit_state, read_state
 
-# The least that a layer takes in a file: a tensor's name and position.
+# The fewest bytes that a layer takes in a file, for the name and the position of a tensor.
 MIN_LAYER_BYTES = 32
-MAX_NUMBERS_PER_BYTE = 8  # in a file of the most compressed weights
+# A byte of weights of one bit contains eight of them.
+MAX_NUMBERS_PER_BYTE = 8
 KINDS = ("ForImageClassification", "ForSequenceClassification")
 
 
 def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """Create a network of timm, with its published weights or with a checkpoint.
+    """Create a network of timm, with its published weights or with those of a checkpoint.
 
     Args:
         name: the name that `timm.create_model` takes.
         weights: the path of a checkpoint; None downloads the published weights.
-        classes: the number of classes; None for that of the published network.
+        classes: the number of classes; None for the number of the published network.
     """
     source = f"timm:{name}"
     timm = _import_timm(source)
@@ -37,15 +38,15 @@ def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.
             hint = f"did you mean {' or '.join(near)}?"
         raise QualmsError(f"timm has no network {name!r}; {hint}")
     options = {} if classes is None else {"num_classes": classes}
-    with explain_failure(_explain_not_made(source, weights)):
-        published = timm.get_pretrained_cfg(name)
-        if weights is None and published is not None:
-            check_classes(source, classes, published.num_classes)
+    with explain_failure(_explain_creation_failure(source, weights)):
+        published_config = timm.get_pretrained_cfg(name)
+        if weights is None and published_config is not None:
+            require_classes(source, classes, published_config.num_classes)
         model: nn.Module = timm.create_model(name, pretrained=weights is None, **options)
     if model.num_classes == 0:
         raise QualmsError(
-            f"{source} returns features, not classes; pass classes=, and weights= that were "
-            "trained for them."
+            f"{source} outputs features, not logits; pass classes=, and weights= that were "
+            "trained for these classes."
         )
     if weights is not None:
         fit_state(model, read_state(weights), file=weights, network=source)
@@ -58,11 +59,11 @@ def _import_timm(source: str) -> Any:
     def explain(error: Exception) -> QualmsError:
         """Create the error that timm cannot be imported, with the reason and how to install it."""
         return QualmsError(
-            f"{source} needs timm, which does not import here ({reason(error)}); "
-            "pip install timm torchvision."
+            f"{source} needs timm, which cannot be imported ({reason(error)}); "
+            "run pip install timm torchvision."
         )
 
-    # Beside another build of torch, torchvision raises more than ImportError.
+    # timm imports torchvision, which raises more than ImportError if built for another torch.
     with explain_failure(explain):
         import timm
 
@@ -71,13 +72,13 @@ def _import_timm(source: str) -> Any:
 
 @contextmanager
 def hide_progress_bars(transformers: Any) -> Iterator[None]:
-    """Inside, transformers shows no progress bars, which would mix with the caller's output.
+    """Hide the progress bars of transformers inside a `with` block, to keep the output readable.
 
-    Nor does torch warn of layers of size zero: a network that has one does not fit its weights, so
-    an error follows.
+    torch's warning about layers of size zero is hidden too: a network with such a layer does not
+    fit its weights, which raises an error anyway.
 
     Args:
-        transformers: the package.
+        transformers: the imported package.
     """
     logging = transformers.utils.logging
     were_enabled = logging.is_progress_bar_enabled()
@@ -92,27 +93,27 @@ def hide_progress_bars(transformers: Any) -> Iterator[None]:
 
 
 def from_hugging_face(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
-    """Create a classifier of images or texts of Hugging Face in float32.
+    """Create a classifier of images or texts from Hugging Face, in float32.
 
-    No code that comes with the network is run.
+    Code that comes with the network is not run.
 
     Args:
         name: a folder, or a name on the hub.
-        weights: the path of a checkpoint; None reads the network's own weights.
-        classes: the number of classes; None for that of the network's configuration.
+        weights: the path of a checkpoint; None loads the network's own weights.
+        classes: the number of classes; None for the number in the network's configuration.
     """
     source = f"hf:{name}"
-    transformers = transformers_for(name)
-    with explain_failure(_explain_not_made(source, weights)):
+    transformers = import_transformers(name)
+    with explain_failure(_explain_creation_failure(source, weights)):
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        auto = getattr(transformers, f"AutoModel{_kind(source, config)}")
+        auto_class = getattr(transformers, f"AutoModel{_find_kind(source, config)}")
         if weights is None:
-            check_classes(source, classes, config.num_labels)
-            model = load_own_weights(transformers, auto, name, config)
+            require_classes(source, classes, config.num_labels)
+            model = load_own_weights(transformers, auto_class, name, config)
         else:
             if classes is not None:
                 config.num_labels = classes
-            model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
     if weights is not None:
         fit_state(model, read_state(weights), file=weights, network=source)
     return model
@@ -120,68 +121,72 @@ def from_hugging_face(name: str, weights: str | Path | None, classes: int | None
 
 def load_own_weights(
     transformers: Any,
-    auto: Any,
+    auto_class: Any,
     name: str,
     config: Any,
     advice: str = "pass weights=, a checkpoint that contains them",
     **options: Any,
 ) -> Any:
-    """Load a model of transformers, and check that its files have all of its weights.
+    """Load a model of transformers, and check that its files contain all of its weights.
 
     Args:
-        transformers: the package.
-        auto: the class whose `from_pretrained` loads the model.
+        transformers: the imported package.
+        auto_class: the class whose `from_pretrained` loads the model, such as AutoModelForCausalLM.
         name: a folder, or a name on the hub.
         config: the configuration of the model.
-        advice: what to do about weights that lack tensors, the end of the error.
-        options: further arguments of `from_pretrained`.
+        advice: what to do if the files lack weights; the end of the error.
+        options: further keyword arguments of `from_pretrained`.
 
     Returns:
         The model in float32.
     """
     with hide_progress_bars(transformers):
-        _require_plausible_size(name, auto, config)
-        model, report = auto.from_pretrained(
+        _require_plausible_size(name, auto_class, config)
+        model, report = auto_class.from_pretrained(
             name,
             config=config,
-            # Whatever it was stored in: in half precision, scores would be noise.
+            # Even if the weights are stored in half precision, in which scores would be noise.
             dtype=torch.float32,
             trust_remote_code=False,
             output_loading_info=True,
             **options,
         )
-    # transformers fills what the weights lack with random numbers, and only logs it.
+    # transformers initializes missing tensors randomly, and reports that only in its log.
     missing = sorted(report["missing_keys"])
     if missing:
         raise QualmsError(
             f"the weights of hf:{name} lack {len(missing)} tensors (first '{missing[0]}'), which "
-            f"would be random; {advice}."
+            f"would be initialized randomly; {advice}."
         )
     return model
 
 
-def _require_plausible_size(name: str, auto: Any, config: Any) -> None:
-    """Raise if a folder's configuration claims far more weights than its files hold.
+def _require_plausible_size(name: str, auto_class: Any, config: Any) -> None:
+    """Raise if a folder's configuration claims more weights than its files can contain.
 
-    Memory would be allocated for all weights that it claims. A name on the hub is not checked.
+    Memory would be allocated for all weights that the configuration claims. A name on the hub is
+    not checked.
 
     Args:
         name: a folder, or a name on the hub.
-        auto: the class whose `from_config` creates the model.
+        auto_class: the class whose `from_config` creates the model.
         config: the configuration of the model.
     """
     if not Path(name).is_dir():
         return
-    held = sum(file.stat().st_size for file in Path(name).rglob("*") if file.is_file())
-    layers = [0]
+    folder_bytes = sum(file.stat().st_size for file in Path(name).rglob("*") if file.is_file())
+    layer_counts = [0]
     for key, value in config.to_dict().items():
         if "layers" in key and type(value) is int:
-            layers.append(value)
-    # Even without numbers, creating a model takes time and memory for each layer.
-    if max(layers) * MIN_LAYER_BYTES <= held:
-        with torch.device("meta"):  # shapes without numbers
-            model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        if sum(p.numel() for p in model.parameters()) <= held * MAX_NUMBERS_PER_BYTE:
+            layer_counts.append(value)
+    # Check the number of layers first: creating a model takes time and memory for each layer, even
+    # without weights.
+    if max(layer_counts) * MIN_LAYER_BYTES <= folder_bytes:
+        # The device "meta" allocates no memory for the weights.
+        with torch.device("meta"):
+            model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        n_weights = sum(parameter.numel() for parameter in model.parameters())
+        if n_weights <= folder_bytes * MAX_NUMBERS_PER_BYTE:
             return
     raise QualmsError(
         f"the configuration of hf:{name} claims more weights than its files contain; download "
@@ -189,27 +194,31 @@ def _require_plausible_size(name: str, auto: Any, config: Any) -> None:
     )
 
 
-def transformers_for(name: str) -> Any:
-    """Import the package transformers to read a network, or raise an error if that cannot work.
+def import_transformers(name: str) -> Any:
+    """Import the package transformers, and check that a network's folder exists.
 
     Args:
-        name: a folder, which must exist, or a name on the hub.
+        name: the network that will be loaded: a folder, or a name on the hub.
+
+    Raises:
+        QualmsError: if the package is not installed, or if the folder does not exist.
     """
     try:
         import transformers
     except ImportError as error:
         raise QualmsError(
-            f"hf:{name} needs the package transformers; pip install transformers."
+            f"hf:{name} needs the package transformers; run pip install transformers."
         ) from error
+    # transformers would take a folder that does not exist for a name on the hub.
     if name.startswith((".", "/", "~")) and not Path(name).is_dir():
-        raise QualmsError(f"there is no folder {name} for hf:; check the path.")
+        raise QualmsError(f"hf:{name} names a folder that does not exist; check the path.")
     return transformers
 
 
-def _kind(source: str, config: Any) -> str:
-    """Return the one of `KINDS` in which the name of a network's architecture ends.
+def _find_kind(source: str, config: Any) -> str:
+    """Return the element of `KINDS` with which the name of a network's architecture ends.
 
-    It completes the name of the class that loads the network: AutoModel + kind.
+    `AutoModel` + kind is the name of the class of transformers that loads the network.
 
     Args:
         source: what the error calls the network.
@@ -225,30 +234,30 @@ def _kind(source: str, config: Any) -> str:
     )
 
 
-def check_classes(source: str, classes: int | None, published: int) -> None:
-    """Raise if published weights are wanted for another number of classes than they have.
+def require_classes(source: str, classes: int | None, published: int) -> None:
+    """Raise if the requested number of classes is not that of the published weights.
 
     Args:
         source: what the error calls the network.
-        classes: the requested number; None for the network's own.
-        published: the number that the weights have.
+        classes: the requested number of classes; None if none was requested.
+        published: the number of classes of the published weights.
     """
     if classes not in (None, published):
         raise QualmsError(
             f"the published weights of {source} have {published} classes, so a last layer for "
-            f"{classes} would be random; leave out classes=, or pass weights=, a checkpoint "
-            "that was trained for them."
+            f"{classes} would be initialized randomly; leave out classes=, or pass weights=, a "
+            f"checkpoint that was trained for {classes} classes."
         )
 
 
-def _explain_not_made(
+def _explain_creation_failure(
     source: str, weights: str | Path | None
 ) -> Callable[[Exception], QualmsError]:
-    """Create a function that turns an exception of timm or transformers into an error with advice.
+    """Return a function that converts an exception of timm or transformers to an error with advice.
 
     Args:
         source: what the error calls the network.
-        weights: the path of a checkpoint; without one, the error advises to pass one.
+        weights: the path of a checkpoint; if None, the error advises to pass one.
     """
 
     def explain(error: Exception) -> QualmsError:

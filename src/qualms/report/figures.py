@@ -74,7 +74,7 @@ def lift_figure(content: Content, method: str) -> Figure:
         end = f"rAULC {raulc(scores, correct):.3f}."
     best_half = format_percent(half)
     summary = (
-        f"Accuracy: {best_half} of the most certain half, {format_percent(whole)} of all; {end}"
+        f"Accuracy: {best_half} on the most certain half, {format_percent(whole)} on all; {end}"
     )
     return {
         "x": "known images accepted, %",

@@ -39,7 +39,7 @@
     }
     if (right !== null) {
       const overall = groups[0].right.reduce((a, b) => a + b, 0) / all;
-      const end = ` of the accepted predictions are right, against ${percent(overall)} of all.`;
+      const end = ` of the accepted predictions are right, compared with ${percent(overall)} of all.`;
       return [...start, strong(right), end];
     }
     const count = Math.round(taken);

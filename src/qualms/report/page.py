@@ -340,13 +340,13 @@ def _explain_no_layers(content: Content, method: str) -> str:
     kind = find_method(content, method)
     others = ""
     if content.layers:
-        others = f" Those of {_join(list(content.layers))} do."
+        others = f" Those of {_join(list(content.layers))} can."
     if kind is None:
-        return f"It is not known which layers the scores of {method} come from.{others}"
+        return f"The scores of {method} cannot be split by layer.{others}"
     why = "does not use gradients"
     if kind.direction:  # a gradient score, but not a sum over classes
         why = "does not sum the gradients of classes"
-    return f"{method} {why}, so its scores do not come from layers.{others}"
+    return f"{method} {why}, so its scores cannot be split by layer.{others}"
 
 
 def _join(parts: Sequence[str]) -> str:

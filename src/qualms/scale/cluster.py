@@ -168,7 +168,8 @@ def _require_all(scored: int, rejected: int, source: Source) -> None:
     """
     if scored == 0:
         raise QualmsError(
-            f"no worker can read any image of {source.name}; check that every machine has them."
+            f"no worker can read any image of {source.name}; check that every machine has the "
+            "images."
         )
     if source.count not in (None, scored + rejected):
         raise QualmsError(

@@ -177,7 +177,7 @@ def _finish(folder: Path, about: dict[str, Any], expected: int) -> Done:
     for shard in shards:
         if not shard.exists():
             raise QualmsError(
-                f"{folder} lost shards while it was being filled; run the same command again."
+                f"shards in {folder} were deleted during the run; run the same command again."
             )
         rejected += _read_rejections(shard)
     return finish(folder, about, shards, rejected)

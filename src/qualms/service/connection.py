@@ -183,7 +183,9 @@ class LimitedConnection(HttpToolsProtocol):
         """Close the connection; a client that has sent a part of a head gets 408 before that."""
         if self.is_in_head:
             limit = f"{self.deadline:g} s"
-            self._refuse(408, f"the headers did not arrive within {limit}; send less, or faster.")
+            self._refuse(
+                408, f"the headers did not arrive within {limit}; send them faster, or fewer."
+            )
         else:
             self.transport.close()
 

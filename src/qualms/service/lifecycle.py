@@ -24,7 +24,7 @@ from qualms.data import ImageTransform
 from qualms.errors import QualmsError, reason
 from qualms.service.schemas import ModelInfo, NotReady
 
-FIRST_STEP = "starting the process with the network"
+FIRST_STEP = "starting the worker process"
 BOARD_KEY = "progress"  # the only key of a `Startup.board`
 STDERR = 2  # file descriptor
 # Eleven days: some systems accept no longer timers.
@@ -257,8 +257,8 @@ def _exit_hung(limit: float, num_images: int) -> None:
         num_images: The number of images in the batch.
     """
     message = (
-        f"the network took more than {limit:g} s for a batch of {num_images}, so its process exits. "
-        "It hangs here:"
+        f"the network took more than {limit:g} s for a batch of {num_images}, so the worker "
+        "process exits; it was stopped here:"
     )
     print(f"qualms: {message}", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=STDERR)

@@ -211,7 +211,9 @@ class LimitsMiddleware:
                 f"the scores were not ready within {limit}; send fewer images, or retry later."
             )
             return error_response(504, message)
-        return error_response(408, f"the body did not arrive within {limit}; send less, or faster.")
+        return error_response(
+            408, f"the body did not arrive within {limit}; send it faster, or a smaller one."
+        )
 
     def _describe_size_limit(self) -> str:
         """Return the error message for a body that is too large."""

@@ -15,7 +15,7 @@
     try {
       answer = await fetch(path, { ...options, headers });
     } catch {
-      throw new Error("the service does not answer; is it still running?");
+      throw new Error("the service is not responding; is it still running?");
     }
     const body = await answer.json();
     if (!answer.ok) throw new Error(body.error);
@@ -159,7 +159,7 @@
 
   /* While the network is warming up, show the progress once a second. */
   const POLL_INTERVAL = 1000; // milliseconds
-  const NO_ANSWER = "The service does not answer; is it still running?";
+  const NO_ANSWER = "The service is not responding; is it still running?";
   const warmingText = ({ status, step, step_number, steps, seconds }) =>
     status === "failed"
       ? "The network could not be loaded; see the service's log."

@@ -69,7 +69,7 @@ class RequestHandler:
         if progress.status != "ready":
             raise HTTPException(503, progress.message, RETRY_AFTER)
         if self.is_hung():
-            message = "the network does not respond; retry in a few seconds."
+            message = "the network is not responding; retry in a few seconds."
             raise HTTPException(503, message, RETRY_AFTER)
 
     def make_image_reader(self) -> ImageReader:

@@ -49,7 +49,7 @@ class LayerShare(BaseModel):
     """One layer's share of the score."""
 
     name: str
-    share: float = Field(description="From 0 to 1.")
+    share: float = Field(description="The share, from 0 to 1.")
 
 
 class Result(BaseModel):
@@ -59,12 +59,14 @@ class Result(BaseModel):
     prediction: int = Field(description="The most probable class, counted from 0.")
     class_name: str | None = Field(description="The name of the class, if the classes have names.")
     confidence: float = Field(description="The probability of the class.")
-    scores: dict[str, float] = Field(description="By method; higher always means more uncertain.")
+    scores: dict[str, float] = Field(
+        description="A score per method; higher always means more uncertain."
+    )
     percentile: float | None = Field(
         description="The percentage of the threshold's reference scores that are lower."
     )
     decision: Literal["accepted", "abstain"] | None = Field(
-        description="By the threshold; null if the service has none."
+        description="Whether to trust the prediction; null if the service has no threshold."
     )
     layers: list[LayerShare] | None = Field(
         description="Each layer's share of the first method's score, if requested."
@@ -76,13 +78,13 @@ class Answer(BaseModel):
 
     model: str
     model_hash: str = Field(description="A digest of the network's weights.")
-    method: str = Field(description="The first method, which decides.")
+    method: str = Field(description="The first method, which decides what is accepted.")
     threshold: float | None = Field(
         description="The highest accepted score; null without a threshold, or if no score is "
         "accepted."
     )
     seconds: float = Field(
-        description="From receiving the request's headers to sending the response."
+        description="The time from receiving the request's headers to sending the response."
     )
     results: list[Result]
 
@@ -98,9 +100,9 @@ class NotReady(BaseModel):
 
     status: Literal["warming up", "failed", "hangs"]
     step: str = Field(description="The current step of startup, or the one that failed.")
-    step_number: int = Field(description="From 1.")
+    step_number: int = Field(description="The number of the step, counted from 1.")
     steps: int
-    seconds: float = Field(description="Since the service was started.")
+    seconds: float = Field(description="The time since the service was started.")
 
 
 class ModelInfo(BaseModel):
@@ -108,7 +110,7 @@ class ModelInfo(BaseModel):
 
     model: str
     model_hash: str
-    methods: list[str] = Field(description="The first one decides.")
+    methods: list[str] = Field(description="The first one decides what is accepted.")
     class_names: list[str] | None
     threshold: float | None
     rule: str | None = Field(description="How the threshold was set.")

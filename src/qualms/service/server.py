@@ -154,7 +154,8 @@ class ScoringServer(LitServer):
                 return
             if not are_alive:
                 raise QualmsError(
-                    "the process with the network ended while loading it; memory may have run out."
+                    "the worker process exited while loading the network; it may have run out of "
+                    "memory."
                 )
             time.sleep(POLL_SECONDS)
 
@@ -265,8 +266,7 @@ def serve(
     except (EOFError, ConnectionError):
         # LitServe's queues have failed, because the process with the model ended.
         raise QualmsError(
-            "the process with the network exited; see the lines above, or check whether memory "
-            "ran out."
+            "the worker process exited; see the lines above, or check whether it ran out of memory."
         ) from None
 
 

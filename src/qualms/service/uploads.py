@@ -67,7 +67,7 @@ class ImageReader:
             HTTPException: 413 if it has more, 422 if it is not an image in one of `FORMATS`.
         """
         try:
-            image, _ = decode_image(content, name, formats=FORMATS, most=max_pixels)
+            image, _ = decode_image(content, name, formats=FORMATS, max_pixels=max_pixels)
         except TooLarge:
             raise self._too_many_pixels() from None
         except Unreadable as error:
@@ -174,11 +174,14 @@ def _to_uint8(
     is_in_range = (values >= 0).all() and (values <= white).all()  # false for NaN
     if not is_in_range:
         message = (
-            f"has numbers outside 0 to {white}; rescale them, or set `white` (in /v2 `datatype`)."
+            f"has numbers outside 0 to {white}; rescale them, or set `white` (in /v2: `datatype`)."
         )
         raise HTTPException(422, f"{name} {message}")
     if white == 255 and values.dtype.kind == "f" and (values % 1 != 0).any():
-        message = "has fractions, but white is 255; for 0 to 1, set `white` to 1 (in /v2 FP32)."
+        message = (
+            "has fractional numbers, but `white` is 255; for numbers from 0 to 1, set `white` to 1 "
+            "(in /v2: `datatype` FP32)."
+        )
         raise HTTPException(422, f"{name} {message}")
     pixels = np.rint(values * (255 / white)).astype(np.uint8)
     has_one_channel = pixels.shape[2:] == (1,)

@@ -122,7 +122,7 @@ class Network:
         def explain(error: Exception) -> QualmsError:
             """Create the error that names the network, the images' size and the model's error."""
             return QualmsError(
-                f"{self.name} does not take images of {width} x {height} pixels "
+                f"{self.name} does not accept images of {width} x {height} pixels "
                 f"({reason(error)}); pass size=, the size it was trained on."
             )
 

@@ -17,11 +17,11 @@ import torch
 
 from qualms.data import Images, ImageTransform, Rejected, load
 from qualms.data.folder import Listing, list_folder
-from qualms.data.loading import dataset_name, place_of, root_of
-from qualms.data.npz import npz_count, npz_parts
-from qualms.data.parquet import parquet_files, parquet_outline
+from qualms.data.loading import dataset_name, datasets_root, find_data_path
+from qualms.data.npz import count_npz_images, iter_npz_images
+from qualms.data.parquet import iter_parquet_files, read_parquet_outline
 from qualms.data.reading import File, read_images
-from qualms.data.tar import tar_files
+from qualms.data.tar import iter_tar_files
 from qualms.errors import QualmsError
 from qualms.stream.sizes import BATCH, SPLIT_FILES, batch_sizes
 
@@ -113,7 +113,7 @@ class Source:
                 # The reason for the first image of all is kept.
                 why = why or f": {rejected.id} is {rejected.reason}"
         raise QualmsError(
-            f"no image of {self.name} can be read{why}; check that it is the one you meant."
+            f"no image of {self.name} can be read{why}; check that you passed the right path."
         )
 
 
@@ -174,10 +174,10 @@ def _find_files(data: str, root: Path | None) -> list[Path]:
     """
     if dataset_name(data, root) is not None:
         return []
-    path = place_of(data, root_of(root))
+    path = find_data_path(data, datasets_root(root))
     if path is not None:
         return [path]
-    for pattern in (data, str(root_of(root) / data)):
+    for pattern in (data, str(datasets_root(root) / data)):
         matches = sorted(map(Path, glob.glob(pattern)))
         if matches and glob.has_magic(data):
             return matches
@@ -227,7 +227,7 @@ def _parquet_source(files: list[Path], reader: _FileReader) -> Source:
         reader: reads the images of the rows.
     """
     # For each file the number of rows in each of its row groups, and its class names.
-    groups, classes = zip(*map(parquet_outline, files), strict=True)
+    groups, classes = zip(*map(read_parquet_outline, files), strict=True)
     rows_per_file = list(map(sum, groups))
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
@@ -292,8 +292,8 @@ def _parquet_rows(path: Path, prefix: str, start: int, end: int) -> Iterator[Fil
         start: the first row.
         end: the row after the last row.
     """
-    # `parquet_files` yields lists of `BATCH` rows up to the end of the file.
-    for files in parquet_files(path, start, BATCH, prefix):
+    # `iter_parquet_files` yields lists of `BATCH` rows up to the end of the file.
+    for files in iter_parquet_files(path, start, BATCH, prefix):
         for file in files:
             if start == end:
                 return
@@ -318,7 +318,7 @@ def _tar_source(files: list[Path], reader: _FileReader) -> Source:
     def splits() -> list[Split]:
         """Return a function for each .tar file, which lists its images."""
         prefixes = _id_prefixes(_absolute(files))
-        return [partial(tar_files, path, prefix) for path, prefix in prefixes.items()]
+        return [partial(iter_tar_files, path, prefix) for path, prefix in prefixes.items()]
 
     return Source(
         name=reader.name,
@@ -333,7 +333,7 @@ def _tar_source(files: list[Path], reader: _FileReader) -> Source:
 def _tar_members(paths: list[Path]) -> Iterator[File]:
     """Yield the images of .tar files, file by file."""
     for path, prefix in _id_prefixes(paths).items():
-        yield from tar_files(path, prefix)
+        yield from iter_tar_files(path, prefix)
 
 
 def _folder_source(listing: Listing, reader: _FileReader) -> Source:
@@ -345,7 +345,7 @@ def _folder_source(listing: Listing, reader: _FileReader) -> Source:
     """
     files, folder = listing.files, listing.path
     if not files:
-        raise QualmsError(f"{folder} holds no images; check that it is the one you meant.")
+        raise QualmsError(f"{folder} contains no images; check the path.")
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
         """Yield readers of the files from index `start` on, in batches of these sizes."""
@@ -357,7 +357,7 @@ def _folder_source(listing: Listing, reader: _FileReader) -> Source:
         for start in range(0, len(files), SPLIT_FILES):
             split_files = _absolute(files[start : start + SPLIT_FILES])
             listing_of_split = Listing(
-                path=folder.absolute(), files=split_files, labels=None, classes=(), others=[]
+                path=folder.absolute(), files=split_files, labels=None, classes=(), other_files=[]
             )
             file_listers.append(partial(_list_split, listing_of_split))
         return file_listers
@@ -400,7 +400,7 @@ def _npz_source(data: str, path: Path, transform: ImageTransform | None) -> Sour
 
         The file is read here; the readers only transform its images.
         """
-        for pixels in npz_parts(path, "test", start, sizes):
+        for pixels in iter_npz_images(path, "test", start, sizes):
             images = Images(data, torch.from_numpy(pixels), labels=None)
             yield partial(_transform_batch, images, transform)
 
@@ -408,7 +408,7 @@ def _npz_source(data: str, path: Path, transform: ImageTransform | None) -> Sour
         name=data,
         classes=(),
         fingerprint=_fingerprint([path]),
-        count=npz_count(path, "test"),
+        count=count_npz_images(path, "test"),
         readers=readers,
     )
 

@@ -66,7 +66,7 @@ def text(
     """
     engine = engine or Sketch()
     if any(other.length != inside.length for other in outside):
-        raise QualmsError("the windows of the texts differ in length; cut all to one length.")
+        raise QualmsError("the windows of the texts differ in length; cut them to the same length.")
     scored: list[ScoredWindows] = []
     for windows in (inside, *outside):
         scored.append(

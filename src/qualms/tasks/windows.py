@@ -122,11 +122,12 @@ def cut_windows(
             rows.append((*lead, *ids[start : start + tokens_per_window]))
     if not rows:
         raise QualmsError(
-            f"no document of {name} has {length} tokens; pass longer documents or shorter windows."
+            f"no document of {name} has as many as {length} tokens; pass longer documents or "
+            "shorter windows."
         )
     if language.context is not None and len(rows[0]) > language.context:
         raise QualmsError(
             f"{language.name} reads at most {language.context} tokens, but a window has "
-            f"{len(rows[0])}, with those added at its start; make the windows shorter."
+            f"{len(rows[0])}, including those added at its start; make the windows shorter."
         )
     return Windows(name, torch.tensor(rows), opening)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from qualms.data.images import number_of
+from qualms.data.images import hash_array
 from qualms.data.texts import Document
 from qualms.deprecated import renamed_in
 from qualms.gradients.settings import Engine, Sketch
@@ -130,7 +130,7 @@ def _make_batch(parts: Sequence[tuple[Encoded, Window]], model: Any) -> _Batch:
         targets[row, window.places] = next_tokens(scored_and_next)[0, :num_scored]
     device = model.device
     return _Batch(
-        numbers=[number_of(np.array(tokens)) for tokens in window_tokens],
+        numbers=[hash_array(np.array(tokens)) for tokens in window_tokens],
         inputs={"input_ids": ids.to(device), "attention_mask": attention.to(device)},
         mask=mask.to(device),
         targets=targets.to(device),

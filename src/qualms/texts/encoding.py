@@ -107,10 +107,10 @@ def reading_width(language_model: LanguageModel, context: int | None = None) -> 
         return min(model_limit or MAX_CONTEXT, MAX_CONTEXT)
     # A limit of None means that the model can read any number.
     if context < MIN_CONTEXT or context > (model_limit or context):
-        limit = " on"
+        limit = " or more"
         if model_limit is not None:
-            limit = f" to {model_limit}, which {language_model.name} can read"
-        raise QualmsError(f"the context is {context} tokens; choose from {MIN_CONTEXT}{limit}.")
+            limit = f" to {model_limit}, the limit of {language_model.name}"
+        raise QualmsError(f"the context is {context} tokens; choose {MIN_CONTEXT}{limit}.")
     return context
 
 

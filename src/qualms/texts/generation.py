@@ -29,17 +29,19 @@ def generate(
         new_tokens: the most tokens to write; the model may end the text earlier.
         sample: draw each token by its probability, instead of taking the likeliest one.
         seed: decides the draws.
-        progress: called with ("documents written on", done, documents) after each document.
+        progress: called with ("documents continued", done, documents) after each document.
     """
     context = reading_width(language_model)
     # At least two tokens must be left to read.
     if not 0 < new_tokens <= context - 2:
-        raise QualmsError(f"cannot write {new_tokens} new tokens; choose from 1 to {context - 2}.")
+        raise QualmsError(
+            f"cannot generate {new_tokens} new tokens; choose from 1 to {context - 2}."
+        )
     for number, document in enumerate(documents, start=1):
         continuation = _continue(language_model, document, new_tokens, sample, seed)
         yield Document(document.name, document.text + continuation)
         if progress is not None:
-            progress("documents written on", number, len(documents))
+            progress("documents continued", number, len(documents))
 
 
 def _continue(

@@ -46,12 +46,12 @@ class Recipe:
         """Raise an error if a number is not positive, or if `validation` is not between 0 and 1."""
         if self.epochs < 1 or self.batch < 1 or self.rate <= 0 or self.validate_every < 1:
             raise QualmsError(
-                f"a recipe has {self.epochs} epochs, batches of {self.batch} and rate {self.rate}; "
-                "all must be positive."
+                f"a recipe has {self.epochs} epochs, batches of {self.batch} and a learning "
+                f"rate of {self.rate}; all must be positive."
             )
         if not 0 < self.validation < 1:
             raise QualmsError(
-                f"a recipe keeps {self.validation} of the images for validation; pass a share "
+                f"a recipe holds out {self.validation} of the images for validation; pass a share "
                 "above 0 and below 1."
             )
 

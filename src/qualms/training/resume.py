@@ -215,7 +215,7 @@ def _require_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, 
         for value in values.values():
             # Adam's step counts have no axes, unlike its averages, which have a parameter's shape.
             if isinstance(value, Tensor) and value.ndim and value.shape != shapes[index]:
-                raise ValueError("its optimizer is another network's")
+                raise ValueError("its optimizer belongs to another network")
 
 
 def _require_same_types(ours: Any, theirs: Any) -> None:
@@ -229,7 +229,7 @@ def _require_same_types(ours: Any, theirs: Any) -> None:
     """
     are_numbers = isinstance(ours, (int, float)) and type(theirs) in (int, float)
     if type(ours) is not type(theirs) and not are_numbers:
-        raise ValueError(f"it has a {type(theirs).__name__} where a {type(ours).__name__} belongs")
+        raise ValueError(f"it has a {type(theirs).__name__} in place of a {type(ours).__name__}")
     if isinstance(ours, dict):
         if ours.keys() != theirs.keys():
             raise ValueError("it has other settings")

@@ -29,7 +29,7 @@ class Engine(Protocol[PlanT]):
         """Decide how to handle a request, or return a `Fallback` with the reason why not.
 
         Args:
-            request: what to compute.
+            request: the samples, and which of their gradients to compute.
 
         Returns:
             A plan for `run`: facts about the model, how many samples run at once, and whatever else
@@ -41,7 +41,7 @@ class Engine(Protocol[PlanT]):
 
         Args:
             plan: what `plan` returned for this request.
-            request: what to compute.
+            request: the samples, and which of their gradients to compute.
 
         Returns:
             The norms, or inner products, of the gradients of all samples of the request.
@@ -52,18 +52,20 @@ class Engine(Protocol[PlanT]):
 class ClassNorms:
     """What an engine returns: a value for each sample, direction and parameter.
 
-    A direction v in logit space has the gradient g = Jᵀv, J the Jacobian of the logits. Values are
-    stored in float64: in float32, ‖g‖ of a confident prediction underflows to 0.
+    A direction v in logit space has the gradient g = Jᵀv, with J the Jacobian of the logits with
+    respect to the parameters. There are b samples, m directions and c classes.
 
     Attributes:
-        values: by the parameter's name, in order of first use, [b, m]: ‖g‖ (l2) or Σ|g| (l1) for
-            each sample and direction; or [b, m, m], the inner products between directions (gram).
-        logits: the logits of the samples (not of perturbed copies), as the engine ran them.
+        values: a dict from each parameter's name, in order of first use, to a tensor [b, m] with
+            ‖g‖ (l2) or Σ|g| (l1) for each sample and direction; or [b, m, m], the inner products
+            between the gradients along all pairs of directions (gram). Float64: in float32, ‖g‖ of
+            a confident prediction underflows to 0.
+        logits: the logits of the samples (not of perturbed copies), as the engine computed them.
         without_rule: the names of the parameters without a fast gradient rule.
-        errors: standard errors, if `values` are estimates; both dicts are then keyed by layer
-            instead of parameter.
-        left_out: the largest observed share of Σ_l a_l ‖g_l‖ that the early layers left out
-            contribute.
+        errors: the standard errors of `values`, if these are estimates; both dicts are then keyed
+            by layer instead of parameter. None if `values` are exact.
+        left_out: the largest observed share that the early layers left out contribute to
+            Σ_l a_l ‖g_l‖, the sum over layers l with weights a_l.
         num_left_out: the number of early layers left out.
     """
 
@@ -76,52 +78,53 @@ class ClassNorms:
 
     @classmethod
     def concatenate(cls, parts: "list[ClassNorms]") -> "ClassNorms":
-        """Concatenate the results of consecutive parts of the samples.
+        """Concatenate the results of consecutive parts of the samples, along the sample axis.
 
         `left_out` and `num_left_out` are taken from the last part, which has the newest evidence.
         """
         last = parts[-1]
         errors = None
         if last.errors is not None:
-            errors = _concatenate([p.errors or {} for p in parts], parts)
+            errors = _concatenate_by_name([p.errors or {} for p in parts], parts)
         return cls(
-            _concatenate([p.values for p in parts], parts),
-            torch.cat([p.logits for p in parts]),
-            set().union(*(p.without_rule for p in parts)),
-            errors,
-            last.left_out,
-            last.num_left_out,
+            values=_concatenate_by_name([p.values for p in parts], parts),
+            logits=torch.cat([p.logits for p in parts]),
+            without_rule=set().union(*(p.without_rule for p in parts)),
+            errors=errors,
+            left_out=last.left_out,
+            num_left_out=last.num_left_out,
         )
 
 
-def _concatenate(
+def _concatenate_by_name(
     tables: list[dict[str, Tensor]],
     parts: list[ClassNorms],
 ) -> dict[str, Tensor]:
-    """Concatenate the tables of consecutive parts of the samples, name by name.
+    """Concatenate tensors of consecutive parts of the samples, name by name.
 
     A name that is missing from a part gets zeros there: the logits of that part do not depend on
     the parameter.
 
     Args:
-        tables: for each part, a dict of tensors [b, …] by parameter or layer.
-        parts: the parts that the tables belong to, in the same order.
+        tables: for each part, a dict from names of parameters or layers to tensors [b, …], with b
+            the number of samples of the part.
+        parts: the parts that the dicts belong to, in the same order.
     """
-    shapes: dict[str, torch.Size] = {}
+    shape_of_sample: dict[str, torch.Size] = {}
     for table in tables:
         for name, value in table.items():
-            shapes[name] = value.shape[1:]
-    whole: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        columns: list[Tensor] = []
+            shape_of_sample[name] = value.shape[1:]
+    concatenated: dict[str, Tensor] = {}
+    for name, shape in shape_of_sample.items():
+        tensors: list[Tensor] = []
         for table, part in zip(tables, parts, strict=True):
-            column = table.get(name)
-            if column is None:
-                size = (len(part.logits), *shape)
-                column = part.logits.new_zeros(size, dtype=torch.double)
-            columns.append(column)
-        whole[name] = torch.cat(columns)
-    return whole
+            tensor = table.get(name)
+            if tensor is None:
+                zeros_shape = (len(part.logits), *shape)
+                tensor = part.logits.new_zeros(zeros_shape, dtype=torch.double)
+            tensors.append(tensor)
+        concatenated[name] = torch.cat(tensors)
+    return concatenated
 
 
 def run_first(
@@ -129,11 +132,11 @@ def run_first(
     request: GradientRequest,
     cache: PlanCache,
 ) -> ClassNorms:
-    """Run the first engine that can serve a request.
+    """Run the first engine whose `plan` does not return a `Fallback` for a request.
 
     Args:
         engines: engines in order of preference.
-        request: what to compute.
+        request: the samples, and which of their gradients to compute.
         cache: the model's cache, which warns the user once for each slow fallback.
 
     Raises:
@@ -151,9 +154,13 @@ def run_first(
 
 
 def combine_parameters(values: Iterable[Tensor], kind: str) -> Tensor:
-    """Combine values of parameters into one of their layer: norms for `l2`, else sums.
+    """Combine the values of a layer's parameters into the value of the layer.
 
-    For `l2` it is the root of the sum of squares, by `hypot`, in which squares do not underflow. L1
-    norms (`l1`) and inner products (`gram`) simply add up.
+    Args:
+        values: for each parameter of the layer a tensor [b, …] of values, as in `ClassNorms`.
+        kind: what the values are. Norms of kind `l2` combine to the root of their sum of squares;
+            L1 norms (`l1`) and inner products (`gram`) add up.
     """
-    return reduce(torch.hypot if kind == "l2" else torch.add, values)
+    # `hypot(a, b)` is √(a² + b²), without the underflow of a².
+    combine = torch.hypot if kind == "l2" else torch.add
+    return reduce(combine, values)

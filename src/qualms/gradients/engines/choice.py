@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from qualms.errors import QualmsError
 from qualms.gradients.batch import Batch, num_samples, take_samples
 from qualms.gradients.directions import Directions
 from qualms.gradients.engines.autograd import AutogradEngine
@@ -33,10 +34,11 @@ from qualms.gradients.layers import group_by_layer
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.plan_cache import PlanCache
 from qualms.gradients.request import GradientRequest
+from qualms.gradients.settings import Engine as EngineName
 from qualms.gradients.settings import Settings, Sketch
 
 log = logging.getLogger("qualms")
-# Costs are in forward passes over one row.
+# Costs are counted in forward passes over one row.
 # The most forward passes that exact gradients of a row may take.
 MAX_EXACT_PASSES = 60.0
 # The standard error of estimates that `auto` allows, as a share of the score.
@@ -52,19 +54,57 @@ AUTOGRAD_PASSES = 2.0
 def engines_for(request: GradientRequest, cache: PlanCache) -> list[Engine[Any]]:
     """List the engines for a request in order of preference.
 
-    `run_first` runs the first whose plan is not a `Fallback`.
+    `run_first` runs the first engine whose `plan` does not return a `Fallback`.
 
     Args:
-        request: what to compute.
-        cache: the plans of the model.
+        request: the samples, and which of their gradients to compute.
+        cache: the cached plans and measurements of the model.
     """
     if request.settings.sketch is not None:
         return [SketchEngine(cache)]
     if request.settings.engine == "reference":
-        return [ReferenceEngine(cache)]
-    exact: list[Engine[Any]] = [ExactEngine(cache), AutogradEngine(cache)]
-    run_exact = partial(run_first, exact, cache=cache)
-    return [LayerCutEngine(cache, run_exact), *exact]
+        return [ReferenceEngine()]
+    exact_engines: list[Engine[Any]] = [ExactEngine(cache), AutogradEngine()]
+    run_exact = partial(run_first, exact_engines, cache=cache)
+    return [LayerCutEngine(cache, run_inner=run_exact), *exact_engines]
+
+
+def requested_engine(
+    asked: EngineName | Sketch | None, tolerance: float | None
+) -> EngineName | Sketch:
+    """Return the engine that a user asked for: `auto` by default, `exact` if a tolerance is given.
+
+    Args:
+        asked: the user's `engine` argument.
+        tolerance: the user's `tolerance` argument, which the exact engine keeps by sampling classes.
+    """
+    if tolerance is not None and asked in (None, "auto"):
+        return "exact"
+    return asked or "auto"
+
+
+def requested_position_engine(
+    asked: EngineName | Sketch | None, at_all: bool
+) -> EngineName | Sketch:
+    """Return the engine for scores at positions: the sketch at all of them, any engine at a few.
+
+    Args:
+        asked: the user's `engine` argument.
+        at_all: whether scores are wanted at all positions, not only at a few that the user named.
+
+    Raises:
+        QualmsError: if this engine cannot compute the scores.
+    """
+    if at_all:
+        if asked in ("exact", "reference"):
+            raise QualmsError(
+                f"engine={asked!r} takes one backward pass per class and position; pass a few "
+                "positions as positions=, or use engine='sketch'."
+            )
+        return "sketch" if asked in (None, "auto") else asked
+    if asked == "auto":
+        raise QualmsError("engine='auto' cannot be used with positions=; pass 'exact' or 'sketch'.")
+    return asked or "exact"
 
 
 def resolve_engine(
@@ -74,16 +114,17 @@ def resolve_engine(
     classes: int,
     cache: PlanCache,
 ) -> Settings:
-    """Replace `auto` and a tolerance of None by the engine and tolerance that scores will use.
+    """Replace `engine="auto"` and `tolerance=None` by the engine and tolerance that scores will use.
 
     An explicitly named engine is kept; its tolerance defaults to 0, so `exact` uses every class.
+    With `auto`, exact gradients of all classes are preferred if they are cheap enough.
 
     Args:
         settings: the settings as the user gave them.
         model: the model, inside `preserve_state`.
         batch: samples like those to be scored.
         classes: the number of classes of the model.
-        cache: the plans of the model, to which the plan made here is added.
+        cache: the cached plans of the model, to which the plan made here is added.
 
     Returns:
         The settings with an engine other than `auto` and a tolerance.
@@ -94,11 +135,12 @@ def resolve_engine(
     exact = replace(settings, engine="exact", tolerance=tolerance)
     if settings.tolerance is not None or classes < MIN_CLASSES:
         return exact
-    passes = exact_passes(_request(model, batch, exact), classes, cache)
+    request = _request_all_classes(model, batch, exact)
+    passes = count_exact_passes(request, classes, cache)
     if passes <= MAX_EXACT_PASSES:
         return exact
     log.info(
-        "exact gradients would take %.0f forward passes per row; estimating scores from some of "
+        "exact gradients would take %.0f forward passes per input; estimating scores from some of "
         "the classes",
         passes,
     )
@@ -110,9 +152,10 @@ def resolve_layer_engine(
     model: nn.Module,
     batch: Batch,
 ) -> Settings:
-    """Replace `auto` by the engine for norms of all classes and layers: `exact` or `sketch`.
+    """Replace `engine="auto"` by the engine for norms of all classes and layers: `exact` or `sketch`.
 
-    A sketch here takes k tangents for each layer.
+    `sketch` is chosen if exact gradients take too many passes, and a sketch takes fewer. For norms
+    of layers a sketch pushes its random tangents through the model once for each layer.
 
     Args:
         settings: the settings as the user gave them.
@@ -124,24 +167,24 @@ def resolve_layer_engine(
     """
     if settings.engine != "auto":
         return settings
-    request = _request(model, batch, replace(settings, engine="exact"))
-    first = ModelInput(take_samples(batch, slice(0, 1)))
-    classes = forward_logits(model, first).shape[1]
-    passes = exact_passes(request, classes, PlanCache())
-    layers = len(group_by_layer(model, list(request.selected), settings.granularity))
-    sketch_passes = SKETCH_PASSES * Sketch().tangents * layers
-    if passes <= max(MAX_EXACT_PASSES, sketch_passes):
+    request = _request_all_classes(model, batch, replace(settings, engine="exact"))
+    first_sample = ModelInput(take_samples(batch, slice(0, 1)))
+    num_classes = forward_logits(model, first_sample).shape[1]
+    exact_passes = count_exact_passes(request, num_classes, PlanCache())
+    num_layers = len(group_by_layer(model, list(request.selected), settings.granularity))
+    sketch_passes = SKETCH_PASSES * Sketch().tangents * num_layers
+    if exact_passes <= max(MAX_EXACT_PASSES, sketch_passes):
         log.info(
-            "engine='auto' picked exact: %.0f forward passes per row, %.0f as a sketch",
-            passes,
+            "engine='auto' picked exact: %.0f forward passes per input, %.0f as a sketch",
+            exact_passes,
             sketch_passes,
         )
         return replace(settings, engine="exact")
-    # The user should know of estimates in place of exact numbers.
+    # A warning, as the user gets estimates in place of exact norms.
     log.warning(
-        "engine='auto' picked sketch: %.0f forward passes per row, %.0f exact",
+        "engine='auto' picked sketch: %.0f forward passes per input, %.0f exact",
         sketch_passes,
-        passes,
+        exact_passes,
     )
     return replace(settings, engine="sketch")
 
@@ -155,53 +198,64 @@ def uses_class_sampling(settings: Settings, classes: int) -> bool:
         settings: the settings that `resolve_engine` returned.
         classes: the number of classes of the model.
     """
-    has_many = classes >= MIN_CLASSES
-    return has_many and bool(settings.tolerance) and settings.engine_name == "exact"
+    has_many_classes = classes >= MIN_CLASSES
+    has_tolerance = bool(settings.tolerance)  # neither None nor 0
+    return has_many_classes and has_tolerance and settings.engine_name == "exact"
 
 
-def exact_passes(request: GradientRequest, classes: int, cache: PlanCache) -> float:
+def count_exact_passes(request: GradientRequest, classes: int, cache: PlanCache) -> float:
     """Count the cost of the exact gradients of all classes for one row, in forward passes.
+
+    If samples of the request cannot be traced, plain autograd is counted instead.
 
     Args:
         request: a request for samples like those to be measured.
         classes: the number of classes of the model.
-        cache: the plans of the model, to which the plan made here is added.
+        cache: the cached plans of the model, to which the plan made here is added.
     """
     plan = ExactEngine(cache).plan(request)
     if isinstance(plan, Fallback):
         return FORWARD_PASSES + AUTOGRAD_PASSES * classes
-    directions = plan.passes_for_all_classes(request)
-    return FORWARD_PASSES + directions * plan.pass_cost(directions)
+    backward_passes = plan.passes_for_all_classes(request)
+    return FORWARD_PASSES + backward_passes * plan.pass_cost(backward_passes)
 
 
-def row_passes(
+def count_row_passes(
     request: GradientRequest,
     directions: float,
     cache: PlanCache,
     names: frozenset[str] | None = None,
 ) -> float:
-    """Count the cost of some gradients of one row by the exact engine, in forward passes.
+    """Count the cost of some gradients of one row, in forward passes.
 
-    The plain forward pass that the traced one is compared with is not counted: all scores share it.
-    Where samples cannot be traced, plain autograd is counted instead.
+    It is the cost by the exact engine; by plain autograd for the reference engine, and if samples
+    of the request cannot be traced. The plain forward pass that the traced one is compared with is
+    not counted: all scores share it.
 
     Args:
         request: a request for samples like those to be measured.
         directions: the number of gradients for the row, on average.
-        cache: the plans of the model, to which the plan made here is added.
+        cache: the cached plans of the model, to which the plan made here is added.
         names: the names of the parameters whose gradients are wanted; None for all.
     """
-    by_autograd = 1 + AUTOGRAD_PASSES * directions
+    autograd_passes = 1 + AUTOGRAD_PASSES * directions
+    # The reference engine computes each gradient by plain autograd.
     if request.settings.engine == "reference":
-        return by_autograd
+        return autograd_passes
     plan = ExactEngine(cache).plan(request)
     if isinstance(plan, Fallback):
-        return by_autograd
-    # One forward pass, and one further backward pass that shows that samples are separate.
-    return 1 + (directions + 1) * plan.pass_cost(round(directions), names)
+        return autograd_passes
+    # The exact engine takes one more backward pass, which shows that samples do not mix.
+    backward_passes = directions + 1
+    return 1 + backward_passes * plan.pass_cost(round(directions), names)
 
 
-def _request(model: nn.Module, batch: Batch, settings: Settings) -> GradientRequest:
+def _request_all_classes(model: nn.Module, batch: Batch, settings: Settings) -> GradientRequest:
     """Make a request for the gradients of all classes of the samples in `batch`."""
-    numbers = range(num_samples(batch))
-    return GradientRequest(model, batch, numbers, settings, Directions(("classes",)))
+    return GradientRequest(
+        model,
+        batch,
+        numbers=range(num_samples(batch)),
+        settings=settings,
+        directions=Directions(("classes",)),
+    )

@@ -7,11 +7,11 @@ own follow ‖e_c - p‖. So ℓ_c² is ‖w_c - w̄‖², in units of its mean,
 other models it is ‖e_c - p‖² alone. On ImageNet networks the ratio of ‖g_c‖ to ℓ_c varies little
 among the classes of an image with layer weights, and two or three times as much without.
 
-m classes are measured. Largest first, a class is certain to be taken if its size is at least 1/j of
-the sizes not yet taken, with j classes still to draw; the others are taken with probabilities π_c
-proportional to their sizes, by systematic sampling: one walk over the classes in steps of equal
-size. Its order and start are the same for all samples, so that most of the noise is common to them.
-Then
+m classes are measured for each sample. Largest first, a class is certain to be drawn if its size is
+at least 1/j of the sizes not yet taken, with j classes still to draw; the others are drawn with
+probabilities π_c proportional to their sizes, by systematic sampling: one walk over the classes in
+steps of equal size. Its order and start are the same for all samples, so that most of the noise is
+common to them. Then
 
     Σ_{c drawn} w_c ‖g_c‖ⁿ / π_c
 
@@ -29,19 +29,28 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qualms.gradients.directions import Directions, Logits, of_class, scale_to_unit, sum_of_others
+from qualms.gradients.directions import (
+    Directions,
+    Logits,
+    direction_of_class,
+    scale_to_unit,
+    sum_of_others,
+)
 from qualms.gradients.precision import at_least_float32
 from qualms.random import generator
 
-# Separates the start of the walk from other draws.
+# Makes the draws of classes independent of other draws with the same seed.
 STREAM = 1_000_000_009
-MIN_CLASSES = 25  # a model with fewer classes has all of them measured
+# For a model with fewer classes, all classes are measured.
+MIN_CLASSES = 25
 # The usual standard deviation of ‖g_c‖ / ℓ_c among a sample's classes, relative to its mean: for
 # gradients of late layers, or with layer weights; and for gradients of all layers alike.
 LATE_SPREAD = 0.045
 WHOLE_SPREAD = 0.10
-PRIOR_TERMS = 4  # the number of terms that the usual spread counts as
-CLASSIFIER_SHARE = 0.25  # the weight of ‖e_c - p‖² in ℓ_c²
+# How many drawn terms the usual spread counts as, where it is averaged with an observed spread.
+PRIOR_TERMS = 4
+# The weight of ‖e_c - p‖² in ℓ_c².
+CLASSIFIER_SHARE = 0.25
 # Maps the probabilities p of each sample to the sizes s_c of its classes.
 Sizes = Callable[[Float[Tensor, "b c"]], Float[Tensor, "b c"]]
 
@@ -53,33 +62,38 @@ def class_lengths(
     probs: Float[Tensor, "b c"],
     weight: Float[Tensor, "c d"] | None = None,
 ) -> Float[Tensor, "b c"]:
-    """Guess ‖g_c‖ of each class, up to a factor that all classes of a sample share: ℓ_c.
+    """Guess the length ℓ_c of each class's gradient ∇θ log p_c, up to a factor common to all classes.
 
-    g_c = ∇θ log p_c. With final weights, ℓ_c² = ‖w_c - w̄‖² / (its mean over classes for uniform p)
-    + CLASSIFIER_SHARE · ‖e_c - p‖², with w̄ = Σ_k p_k w_k; without them ℓ_c = ‖e_c - p‖.
+    With the weights w_c of a final linear layer, ℓ_c² = ‖w_c - w̄‖² / unit
+    + CLASSIFIER_SHARE · ‖e_c - p‖², with w̄ = Σ_k p_k w_k, e_c a unit vector, and unit the mean of
+    ‖w_c - w̄‖² over the classes for uniform p. Without a final linear layer, ℓ_c = ‖e_c - p‖.
 
     Args:
-        probs: the probabilities p of the classes.
+        probs: the probabilities p of the c classes for each of b samples.
         weight: the rows w_c of the final linear layer; None if the model has none.
     """
-    # ‖e_c - p‖²: the squared gradient of the final layer itself, up to a factor.
-    squares = sum_of_others(probs).square() + sum_of_others(probs.square())
+    # ‖e_c - p‖² = (Σ_{k≠c} p_k)² + Σ_{k≠c} p_k².
+    from_classifier = sum_of_others(probs).square() + sum_of_others(probs.square())
     if weight is None:
-        return squares.sqrt()
-    rows = at_least_float32(weight.detach())
-    norms = rows.square().sum(-1)
-    best = probs.argmax(-1)
-    # w̄ = w_best + u with u = Σ_{k≠best} p_k (w_k - w_best): measured from the likeliest class,
-    # nothing cancels where its probability is nearly 1.
-    other_probs = probs.scatter(-1, best[:, None], 0).to(rows)
-    u = other_probs @ rows - other_probs.sum(-1, keepdim=True) * rows[best]
-    mean = rows[best] + u
-    distances = norms - 2 * mean @ rows.T + mean.square().sum(-1, keepdim=True)  # ‖w_c - w̄‖²
-    distances = distances.scatter(-1, best[:, None], u.square().sum(-1, keepdim=True)).clamp_min(0)
-    # The mean of ‖w_c - mean w‖² over the classes, by which distances are divided.
-    # It is the mean of ‖w_c‖² minus ‖mean w‖².
-    unit = (norms.mean() - rows.mean(0).square().sum()).clamp_min(torch.finfo(rows.dtype).tiny)
-    return ((distances / unit).to(squares) + CLASSIFIER_SHARE * squares).sqrt()
+        return from_classifier.sqrt()
+    w = at_least_float32(weight.detach())
+    squared_norms = w.square().sum(-1)
+    likeliest = probs.argmax(-1, keepdim=True)  # the class l of each sample, [b, 1]
+    w_likeliest = w[likeliest[:, 0]]
+    # w̄ = w_l + u with u = Σ_{k≠l} p_k (w_k - w_l): where p_l is nearly 1, the rounding error of u
+    # is small relative to u, while that of w̄ - w_l is not.
+    other_probs = probs.scatter(-1, likeliest, 0).to(w)
+    u = other_probs @ w - other_probs.sum(-1, keepdim=True) * w_likeliest
+    mean = w_likeliest + u
+    # ‖w_c - w̄‖²; for the likeliest class it is ‖u‖².
+    distances = squared_norms - 2 * mean @ w.T + mean.square().sum(-1, keepdim=True)
+    distances = distances.scatter(-1, likeliest, u.square().sum(-1, keepdim=True))
+    distances = distances.clamp_min(0)
+    # The mean of ‖w_c - mean w‖² over the classes is the mean of ‖w_c‖² minus ‖mean w‖².
+    unit = squared_norms.mean() - w.mean(0).square().sum()
+    unit = unit.clamp_min(torch.finfo(w.dtype).tiny)
+    from_features = (distances / unit).to(from_classifier)
+    return (from_features + CLASSIFIER_SHARE * from_classifier).sqrt()
 
 
 def class_sizes(
@@ -87,12 +101,14 @@ def class_sizes(
     lengths: Float[Tensor, "b c"],
     power: int = 1,
 ) -> Float[Tensor, "b c"]:
-    """Compute s_c = |w_c| ℓ_cⁿ, the guessed size of a class's term, scaled so that Σ_c s_c = 1.
+    """Compute s_c = |w_c| ℓ_cⁿ, scaled so that Σ_c s_c = 1.
+
+    s_c is the guessed size of the term of class c in a score Σ_c w_c ‖g_c‖ⁿ.
 
     Args:
-        weights: w_c, the weight of each class in the score Σ_c w_c ‖g_c‖ⁿ.
-        lengths: ℓ_c, from `class_lengths`.
-        power: n.
+        weights: w_c, the weight of each class in the score.
+        lengths: ℓ_c, a guess of ‖g_c‖ up to a common factor, from `class_lengths`.
+        power: the exponent n.
     """
     sizes = weights.abs() * lengths**power
     return sizes / sizes.sum(-1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)
@@ -104,52 +120,59 @@ def inclusion_chances(
 ) -> Float[Tensor, "b c"]:
     """Compute the probability π_c with which each class is drawn; they sum to `number`.
 
-    Largest first, a class is certain (π_c = 1) if its size is at least 1/j of the sizes not yet
-    taken, with j classes still to draw. For the other classes π_c is proportional to the size.
+    Largest size first, a class is certain to be drawn (π_c = 1) if its size is at least 1/j of the
+    sum of the sizes from it on, with j classes still to draw. For the other classes, π_c is
+    proportional to the size.
 
     Args:
         sizes: the sizes s_c of the classes; the scale does not matter.
         number: the number of classes to draw for each sample.
     """
     ordered, order = sizes.sort(dim=-1, descending=True)
-    # The sum of the sizes from each place on.
-    left = ordered.flip(-1).cumsum(-1).flip(-1)
-    to_draw = (number - torch.arange(sizes.shape[-1], device=sizes.device)).clamp_min(0)
-    is_large = (ordered * to_draw >= left) & (to_draw > 0)
-    # Ends at the first class that is not large.
-    certain = is_large.long().cumprod(-1).bool()
-    taken = certain.sum(-1, keepdim=True)
-    uncertain_size = torch.where(certain, 0, ordered).sum(-1, keepdim=True)
+    # The sum of the sizes from each class on, in this order.
+    sum_from_here = ordered.flip(-1).cumsum(-1).flip(-1)
+    place = torch.arange(sizes.shape[-1], device=sizes.device)
+    left_to_draw = (number - place).clamp_min(0)
+    is_large = (ordered * left_to_draw >= sum_from_here) & (left_to_draw > 0)
+    # `cumprod` is 1 up to the first class that is not large, then 0.
+    is_certain = is_large.long().cumprod(-1).bool()
+    num_certain = is_certain.sum(-1, keepdim=True)
+    uncertain_size = torch.where(is_certain, 0, ordered).sum(-1, keepdim=True)
     uncertain_size = uncertain_size.clamp_min(torch.finfo(sizes.dtype).tiny)
-    proportional = ((number - taken) * ordered / uncertain_size).clamp_max(1)
-    chances = torch.where(certain, 1.0, proportional)
-    return torch.zeros_like(chances).scatter(-1, order, chances)
+    proportional = ((number - num_certain) * ordered / uncertain_size).clamp_max(1)
+    ordered_chances = torch.where(is_certain, 1.0, proportional)
+    # Back to the order of the classes.
+    return torch.zeros_like(ordered_chances).scatter(-1, order, ordered_chances)
 
 
-def walk(
+def draw_systematically(
     chances: Float[Tensor, "b c"],
     number: int,
     noise: torch.Generator,
 ) -> Int[Tensor, "b m"]:
-    """Draw m classes of each sample by systematic sampling with probabilities π_c.
+    """Draw m classes of each sample by systematic sampling, class c with probability π_c.
 
-    The classes are laid end to end, each as long as its π_c, in a random order; the class at every
-    step of length 1 from a random start is drawn.
+    The classes are laid end to end in a random order, each as an interval of length π_c. The points
+    u, u + 1, …, u + m - 1, with u random in [0, 1), lie in the intervals of the classes drawn.
 
     Args:
-        chances: π_c of each sample, which sum to m.
-        number: m, the number of classes drawn.
-        noise: the generator of the order and the start, which all samples share.
+        chances: the probabilities π_c of each sample, which sum to m.
+        number: the number m of classes to draw.
+        noise: the generator of the order and of u, which all samples share.
+
+    Returns:
+        The indices of the classes drawn.
     """
-    # A random order: regularly spaced large classes would fall into step with the walk.
+    # A random order: the points would hit regularly spaced large classes too often or too rarely.
     mixed = torch.randperm(chances.shape[-1], generator=noise).to(chances.device)
-    # Certain classes (π_c = 1) come first: each of the first steps then draws one of them.
+    # Classes with π_c = 1 go to the front: each of the first points then lies in one of them.
     order = mixed[(chances[:, mixed] < 1).long().argsort(dim=-1, stable=True)]
-    reached = chances.gather(-1, order).cumsum(-1)
-    start = float(torch.rand((), generator=noise, dtype=torch.double))
-    steps = (torch.arange(number, device=chances.device) + start).to(reached)
-    # The first place whose cumulated π_c exceeds a step is the class that the step draws.
-    places = torch.searchsorted(reached, steps.expand(len(reached), -1).contiguous(), right=True)
+    interval_ends = chances.gather(-1, order).cumsum(-1)
+    u = float(torch.rand((), generator=noise, dtype=torch.double))
+    points = (torch.arange(number, device=chances.device) + u).to(interval_ends)
+    points_of_samples = points.expand(len(chances), -1).contiguous()
+    # A point lies in the first interval whose end exceeds it; rounding may put it beyond the last.
+    places = torch.searchsorted(interval_ends, points_of_samples, right=True)
     return order.gather(-1, places.clamp_max(chances.shape[-1] - 1))
 
 
@@ -160,54 +183,64 @@ def walk(
 class SampledClasses(Directions):
     """Directions e_c - p for random classes c of each sample, drawn by sizes computed from its logits.
 
-    Both draws and probabilities depend on the logits and the seed alone, so that the caller can
-    call `draw` later, with the logits that the engine returns, to learn which classes were
-    measured.
+    p are the probabilities of the classes, and e_c is a unit vector. The classes drawn depend only
+    on the logits and the seed. So the caller learns which classes an engine has measured by calling
+    `draw` with the logits that the engine returns.
 
     Args:
-        sizes: maps probabilities [b, c] to the sizes s_c, to which the chances of the classes are
-            proportional.
-        number: the number of classes drawn for each sample.
+        sizes: maps probabilities [b, c] to the sizes s_c, to which the probabilities of drawing the
+            classes are proportional.
+        num_drawn: the number of classes drawn for each sample.
         seed: the random seed of the draws.
     """
 
     sizes: Sizes
-    number: int
+    num_drawn: int
     seed: int
 
-    def size(self, classes: int) -> int:
-        """The number of directions for each sample; the model's number of classes does not matter."""
-        return self.number
+    def num_directions(self, classes: int) -> int:
+        """Return the number of directions of each sample, whatever the model's number of classes."""
+        return self.num_drawn
 
     def _blocks(
         self,
         logits: Logits,
         block_bytes: int,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the directions as the pairs (v, s) of `Cotangents`, one direction a block.
+        """Yield a pair (v, s) for each drawn class c: its direction e_c - p, divided by r, is s·v.
 
-        The logits of a sample's row 0, the sample without noise, decide which classes are drawn.
+        Args:
+            logits: the logits [b, r, c]: b samples of r rows. Those of a sample's row 0, the sample
+                without noise, decide which classes are drawn.
+            block_bytes: not used, as every block is a single direction.
         """
         classes, _ = self.draw(logits[:, 0])
-        for column in classes.T:
-            yield _block(of_class(logits, column), logits)
+        for class_of_samples in classes.T:
+            yield _scale_to_block(direction_of_class(logits, class_of_samples))
 
-    def draw(self, logits: Float[Tensor, "b c"]) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
-        """Draw m classes for each sample; the same ones in every call with the same logits.
+    def draw(
+        self,
+        logits: Float[Tensor, "b c"],
+    ) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
+        """Draw m classes for each of b samples; the same ones in every call with the same logits.
 
         Returns:
             The indices of the classes drawn, and the probabilities π_c of drawing them.
         """
-        return _draw(self.chances(logits), self.number, generator(self.seed, STREAM))
+        noise = generator(self.seed, STREAM)
+        return _draw_classes(self.chances(logits), self.num_drawn, noise)
 
     def chances(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """Compute the probability π_c of drawing each class, in float64 (`inclusion_chances`)."""
-        return inclusion_chances(self.sizes(logits.detach().double().softmax(-1)), self.number)
+        """Compute the probability of drawing each class: in proportion to its size, at most 1."""
+        probs = logits.detach().double().softmax(-1)
+        return inclusion_chances(self.sizes(probs), self.num_drawn)
 
 
 @dataclass(frozen=True, eq=False)
 class ChosenClasses(Directions):
-    """Directions e_c - p for classes c that are given, m classes for each sample.
+    """Directions e_c - p for given classes c, m classes for each sample.
+
+    p are the probabilities of the classes, and e_c is a unit vector.
 
     Args:
         chosen: the indices of the m classes, for each of the b samples of the request.
@@ -215,12 +248,12 @@ class ChosenClasses(Directions):
 
     chosen: Int[Tensor, "b m"]
 
-    def size(self, classes: int) -> int:
-        """The number of directions m; the model's number of classes does not matter."""
+    def num_directions(self, classes: int) -> int:
+        """Return the number m of directions, whatever the model's number of classes."""
         return self.chosen.shape[1]
 
     def of_samples(self, some: slice) -> "ChosenClasses":
-        """Select the directions of the samples in the slice `some`, as their classes differ."""
+        """Select the directions of the samples in the slice `some`: each sample has its own classes."""
         return ChosenClasses(self.names, self.chosen[some])
 
     def _blocks(
@@ -228,73 +261,86 @@ class ChosenClasses(Directions):
         logits: Logits,
         block_bytes: int,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the directions as the pairs (v, s) of `Cotangents`, one direction a block."""
-        for column in self.chosen.to(logits.device).T:
-            yield _block(of_class(logits, column), logits)
+        """Yield a pair (v, s) for each chosen class c: its direction e_c - p, divided by r, is s·v.
+
+        Args:
+            logits: the logits [b, r, c]: b samples of r rows.
+            block_bytes: not used, as every block is a single direction.
+        """
+        for class_of_samples in self.chosen.to(logits.device).T:
+            yield _scale_to_block(direction_of_class(logits, class_of_samples))
 
 
 @dataclass(frozen=True)
 class ContrastedClasses(SampledClasses):
-    """Directions e_b - p, e_b, and e_c - e_b for some classes c; b is the likeliest class.
+    """Directions e_l - p, e_l, and e_c - e_l for some classes c; l is the likeliest class.
 
-    The classes c are first `sample` classes that are the same for all samples, and for all models
-    with as many classes; then `number` classes drawn for each sample. Inner products along e_c and
-    e_c - p follow from inner products along these directions, and nothing cancels:
-    e_c = e_b + (e_c - e_b), and e_c - p = (e_b - p) + (e_c - e_b).
+    p are the probabilities of the classes, and e_c is a unit vector. The classes c are first
+    `num_shared` classes that are the same for all samples, and for all models with as many classes;
+    then `num_drawn` classes drawn for each sample. Inner products along e_c and e_c - p follow from
+    inner products along these directions without loss of digits: e_c = e_l + (e_c - e_l), and
+    e_c - p = (e_l - p) + (e_c - e_l).
 
     Args:
-        sample: the number of classes that all samples share.
+        num_shared: the number of classes that all samples share.
     """
 
-    sample: int
+    num_shared: int
 
-    def size(self, classes: int) -> int:
-        """The number of directions: e_b - p and e_b, the shared classes, and the drawn classes."""
-        return 2 + self.sample + self.number
+    def num_directions(self, classes: int) -> int:
+        """Return the number of directions: e_l - p, e_l, and one for each shared or drawn class."""
+        return 2 + self.num_shared + self.num_drawn
 
-    def sampled(self, classes: int) -> Int[Tensor, " n"]:
-        """Choose the n = `sample` classes that all samples share.
+    def shared_classes(self, classes: int) -> Int[Tensor, " n"]:
+        """Choose the n = `num_shared` classes that all samples share.
 
         The choice is random, but the same for all models with this number of classes.
         """
-        mixed = torch.randperm(classes, generator=torch.Generator().manual_seed(classes))
-        return mixed[: self.sample]
+        noise = torch.Generator().manual_seed(classes)
+        return torch.randperm(classes, generator=noise)[: self.num_shared]
 
     def _blocks(
         self,
         logits: Logits,
         block_bytes: int,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the directions as the pairs (v, s) of `Cotangents`, one direction a block.
+        """Yield a pair (v, s) for each direction, which is s·v: e_l - p, e_l, and all e_c - e_l.
 
-        The logits of a sample's row 0, the sample without noise, decide b and the drawn classes.
+        l is the likeliest class, and c are the shared and the drawn classes. Directions are divided
+        by the number of rows.
+
+        Args:
+            logits: the logits [b, r, c]: b samples of r rows. Those of a sample's row 0, the sample
+                without noise, decide l and the drawn classes.
+            block_bytes: not used, as every block is a single direction.
         """
-        best = logits[:, 0].argmax(-1)
-        shared = self.sampled(logits.shape[-1]).to(best).expand(len(best), -1)
+        likeliest = logits[:, 0].argmax(-1)
+        shared = self.shared_classes(logits.shape[-1]).to(likeliest)
+        shared = shared.expand(len(likeliest), -1)  # the same for all samples
         drawn, _ = self.draw(logits[:, 0])
-        of_best = _one_hot(best, logits)
-        yield _block(of_class(logits, best), logits)
-        yield _block(of_best, logits)
-        for column in torch.cat([shared, drawn], dim=1).T:
-            yield _block(_one_hot(column, logits) - of_best, logits)
+        e_likeliest = _one_hot(likeliest, logits)
+        yield _scale_to_block(direction_of_class(logits, likeliest))
+        yield _scale_to_block(e_likeliest)
+        for class_of_samples in torch.cat([shared, drawn], dim=1).T:
+            yield _scale_to_block(_one_hot(class_of_samples, logits) - e_likeliest)
 
 
-def _draw(
+def _draw_classes(
     chances: Float[Tensor, "b c"],
     number: int,
     noise: torch.Generator,
 ) -> tuple[Int[Tensor, "b m"], Float[Tensor, "b m"]]:
-    """Draw classes for each sample by a `walk`.
+    """Draw m classes for each sample, and look up the probabilities with which they were drawn.
 
     Args:
         chances: the probability π_c of drawing each class; those of a sample sum to m.
-        number: m, the number of classes to draw for each sample.
+        number: the number m of classes to draw for each sample.
         noise: the generator of the draws.
 
     Returns:
         The indices of the classes drawn, and their π_c.
     """
-    classes = walk(chances, number, noise)
+    classes = draw_systematically(chances, number, noise)
     return classes, chances.gather(-1, classes)
 
 
@@ -306,22 +352,21 @@ def _one_hot(
 
     Args:
         classes: the class c of each sample.
-        logits: the logits [b, r, c]; only the shape and the device are used.
+        logits: the logits [samples, rows, classes]; only the shape and the device are used.
     """
-    place = classes[:, None, None].expand(*logits.shape[:2], 1)
-    return torch.zeros_like(logits, dtype=torch.double).scatter(-1, place, 1)[None]
+    class_of_rows = classes[:, None, None].expand(*logits.shape[:2], 1)
+    one_hot = torch.zeros_like(logits, dtype=torch.double).scatter(-1, class_of_rows, 1)
+    return one_hot[None]  # with an axis of directions
 
 
-def _block(
-    directions: Float[Tensor, "1 b r c"],
-    logits: Logits,
-) -> tuple[Tensor, Tensor]:
-    """Turn one direction per sample into a pair (v, s) of `Cotangents`.
+def _scale_to_block(direction: Float[Tensor, "1 b r c"]) -> tuple[Tensor, Tensor]:
+    """Split one direction per sample into (v, s), with v scaled to a size near 1, by `scale_to_unit`.
 
-    It is divided by the number of rows r, so that the gradients of a sample's rows add up to their
-    mean.
+    The direction is first divided by the number of rows r of a sample, so that the gradients of a
+    sample's rows add up to their mean. v·s is the quotient.
     """
-    return scale_to_unit(directions.flatten(1, 2) / logits.shape[1], len(logits))
+    _, num_samples, num_rows, _ = direction.shape
+    return scale_to_unit(direction.flatten(1, 2) / num_rows, num_samples)
 
 
 # Estimates of the sum over all classes, and their errors.
@@ -336,18 +381,18 @@ def expected_error(
     """Predict the relative standard error of `estimate` with `number` classes, before any is measured.
 
     It is spread · Σ_c s_c / √d, summed over the classes that are not certain to be drawn, of which
-    d are drawn; widened as in `_widening`.
+    d are drawn; times `_widening_factor`.
 
     Args:
-        sizes: s_c, which sum to 1.
-        chances: π_c, the probabilities with which classes are drawn.
+        sizes: the sizes s_c of the classes, which sum to 1 for each sample.
+        chances: the probabilities π_c with which classes are drawn.
         number: the number of classes drawn, certain classes included.
         spread: the relative standard deviation of t_c / s_c among the classes, with t_c the terms
             of the sum that is estimated.
     """
-    left = torch.where(chances < 1, sizes, 0).sum(-1)
-    drawn = (number - (chances == 1).sum(-1)).clamp_min(1)
-    return spread * left / drawn.sqrt() * _widening(drawn - 1 + PRIOR_TERMS)
+    uncertain_size = torch.where(chances < 1, sizes, 0).sum(-1)
+    d = (number - (chances == 1).sum(-1)).clamp_min(1)
+    return spread * uncertain_size / d.sqrt() * _widening_factor(d - 1 + PRIOR_TERMS)
 
 
 def estimate(
@@ -358,10 +403,10 @@ def estimate(
     """Estimate the sum of t_c over all classes from the classes drawn, with its standard error.
 
     The estimate is Σ_c t_c / π_c over the classes drawn. With d of them not certain (π_c < 1), its
-    squared error is v Σ_c (1 - π_c), v the variance of t_c / π_c. v is the mean of the sample
+    squared error is v Σ_c (1 - π_c), with v the variance of t_c / π_c. v is the mean of the sample
     variance, with d - 1 degrees of freedom, and the usual variance, (spread · mean)², with
-    PRIOR_TERMS; but never less than the sample variance. The error is widened for small d
-    (`_widening`).
+    PRIOR_TERMS degrees; but never less than the sample variance. `_widening_factor` widens the
+    error for small d.
 
     Args:
         terms: the terms t_c = w_c ‖g_c‖ⁿ of the d classes drawn for each of b samples, by m
@@ -375,48 +420,53 @@ def estimate(
     """
     tiny = torch.finfo(chances.dtype).tiny
     ratios = terms / chances.clamp_min(tiny)  # t_c / π_c
-    # 0 for certain classes, which thus add nothing to the error.
-    doubt = 1 - chances
-    total = doubt.sum(-1)
-    drawn = (doubt > 0).sum(-1)  # d
-    mean = (doubt * ratios).sum(-1) / total.clamp_min(tiny)
-    variance = (doubt * (ratios - mean[..., None]).square()).sum(-1) / total.clamp_min(tiny)
-    squares = variance * drawn  # with d - 1 degrees of freedom
-    freedom = (drawn - 1).clamp_min(0) + PRIOR_TERMS
-    usual = (spread * mean).square()
-    sample_variance = squares / (drawn - 1).clamp_min(1)
-    variance = torch.maximum(sample_variance, (squares + PRIOR_TERMS * usual) / freedom)
-    return ratios.sum(-1), (total * variance).sqrt() * _widening(freedom)
+    # 1 - π_c is 0 for certain classes, which thus add nothing to the error.
+    weights = 1 - chances
+    total_weight = weights.sum(-1)
+    d = (weights > 0).sum(-1)
+    mean = (weights * ratios).sum(-1) / total_weight.clamp_min(tiny)
+    squares = weights * (ratios - mean[..., None]).square()
+    mean_square = squares.sum(-1) / total_weight.clamp_min(tiny)
+    sum_of_squares = mean_square * d  # with d - 1 degrees of freedom
+    sample_variance = sum_of_squares / (d - 1).clamp_min(1)
+    usual_variance = (spread * mean).square()
+    freedom = (d - 1).clamp_min(0) + PRIOR_TERMS
+    mean_variance = (sum_of_squares + PRIOR_TERMS * usual_variance) / freedom
+    variance = torch.maximum(sample_variance, mean_variance)
+    error = (total_weight * variance).sqrt() * _widening_factor(freedom)
+    return ratios.sum(-1), error
 
 
 @dataclass(frozen=True)
 class Tally:
     """Accumulates estimates of Σ_c t_c for b samples and m methods, over rounds of further classes.
 
-    The terms are t_c = w_c ‖g_c‖ⁿ. Classes that were certain to be drawn in the first round are
-    summed exactly, once. Every round gives an independent estimate of the sum over the other
-    classes; the estimates are averaged, weighted by the number of classes drawn. The methods change
-    the tensors in place.
+    The terms of a method are t_c = w_c ‖g_c‖ⁿ. Terms of classes that were certain to be drawn in the
+    first round are summed exactly, once. Every round gives an independent estimate of the sum over
+    the other classes; the estimates are averaged, weighted by the number of classes drawn. The
+    methods of this class change its tensors in place.
 
     Attributes:
-        sizes: s_c, in proportion to which classes are drawn.
-        certain: whether a class was certain to be drawn in the first round (π_c = 1).
-        known: the exact sum of the terms of the certain classes.
-        drawn: the sum over rounds of (classes drawn) × (estimate for the other classes).
-        squares: the sum over rounds of ((classes drawn) × (standard error))².
-        number: the number of classes drawn for each sample in all rounds, without the classes that
-            were certain in the first round. A class drawn in two rounds counts twice.
-        whole: whether all classes were measured (set by `replace`), so that `known` is the sum over
-            all classes.
+        sizes: the sizes s_c of the classes, to which the probabilities of drawing are proportional.
+        is_certain: whether a class was certain to be drawn in the first round.
+        exact_sum: the sum of the terms of the certain classes; of all classes once these were
+            measured.
+        weighted_estimates: the sum over rounds of (number of classes drawn) × (estimate of the sum
+            over the other classes).
+        weighted_squared_errors: the sum over rounds of ((number of classes drawn) × (standard error
+            of the estimate))².
+        num_drawn: the number of classes drawn for each sample in all rounds, without the classes
+            that were certain in the first round. A class drawn in two rounds counts twice.
+        is_complete: whether `replace` was called with the terms of all classes.
     """
 
     sizes: Float[Tensor, "b c"]
-    certain: Bool[Tensor, "b c"]
-    known: Float[Tensor, "m b"]
-    drawn: Float[Tensor, "m b"]
-    squares: Float[Tensor, "m b"]
-    number: Int[Tensor, " b"]
-    whole: Bool[Tensor, " b"]
+    is_certain: Bool[Tensor, "b c"]
+    exact_sum: Float[Tensor, "m b"]
+    weighted_estimates: Float[Tensor, "m b"]
+    weighted_squared_errors: Float[Tensor, "m b"]
+    num_drawn: Int[Tensor, " b"]
+    is_complete: Bool[Tensor, " b"]
 
     @classmethod
     def empty(cls, methods: int, sizes: Float[Tensor, "b c"]) -> "Tally":
@@ -426,100 +476,114 @@ class Tally:
             methods: the number of methods m.
             sizes: the sizes s_c of the classes of each sample.
         """
-        known, drawn, squares = sizes.new_zeros(3, methods, len(sizes))
-        certain = torch.zeros_like(sizes, dtype=torch.bool)
-        number = torch.zeros(len(sizes), dtype=torch.long, device=sizes.device)
-        return cls(sizes, certain, known, drawn, squares, number, whole=number > 0)
+        exact_sum, estimates, squared_errors = sizes.new_zeros(3, methods, len(sizes))
+        num_drawn = torch.zeros(len(sizes), dtype=torch.long, device=sizes.device)
+        return cls(
+            sizes,
+            is_certain=torch.zeros_like(sizes, dtype=torch.bool),
+            exact_sum=exact_sum,
+            weighted_estimates=estimates,
+            weighted_squared_errors=squared_errors,
+            num_drawn=num_drawn,
+            is_complete=torch.zeros_like(num_drawn, dtype=torch.bool),
+        )
 
     def draw(
         self,
-        some: Int[Tensor, " k"],
+        indices: Int[Tensor, " k"],
         number: int,
         noise: torch.Generator,
     ) -> tuple[Int[Tensor, "k d"], Float[Tensor, "k d"]]:
-        """Draw further classes for some samples; the tally itself changes only in `add`.
+        """Draw further classes for k of the samples; only `add` changes the tally.
 
         Classes that were certain in the first round get size 0. They are drawn only if fewer than
         d other classes have a positive size; `add` then ignores them.
 
         Args:
-            some: the indices of k samples.
-            number: d, the number of classes to draw for each sample.
+            indices: the indices of the k samples.
+            number: the number d of classes to draw for each sample.
             noise: the generator of the draws.
 
         Returns:
             The classes, and the probabilities with which they were drawn.
         """
-        sizes = torch.where(self.certain[some], 0, self.sizes[some])
-        return _draw(inclusion_chances(sizes, number), number, noise)
+        sizes = torch.where(self.is_certain[indices], 0, self.sizes[indices])
+        return _draw_classes(inclusion_chances(sizes, number), number, noise)
 
     def add(
         self,
-        some: Int[Tensor, " k"],
+        indices: Int[Tensor, " k"],
         classes: Int[Tensor, "k d"],
         chances: Float[Tensor, "k d"],
         terms: Float[Tensor, "m k d"],
         spread: Float[Tensor, "m 1"],
     ) -> None:
-        """Add one more round of classes for some samples; changes the tensors in place.
+        """Add one more round of classes for k of the samples; changes the tensors in place.
 
-        In the first round, classes with probability 1 go into `known`, and `certain` remembers
-        them: if one comes up in a later round, its term counts as 0 there. Later rounds treat other
+        In the first round, terms of classes with probability 1 are added to `exact_sum`; if such a
+        class is drawn again in a later round, its term counts as 0 there. Later rounds treat other
         classes with probability 1 like the rest, as terms of that round's estimate.
 
         Args:
-            some: the indices of k samples, either all in their first round or none.
+            indices: the indices of the k samples, either all in their first round or none.
             classes: the indices of the d classes drawn for each sample.
             chances: the probabilities with which the classes were drawn.
             terms: the terms t_c of these classes, by each method.
             spread: the usual relative standard deviation of each method's t_c / π_c among a
                 sample's classes, as in `estimate`.
         """
-        already_summed = self.certain[some].gather(-1, classes)
-        sure = chances >= 1
-        if bool((self.number[some] > 0).any()):  # a later round
-            sure = torch.zeros_like(sure)
+        was_certain = self.is_certain[indices].gather(-1, classes)
+        is_later_round = bool((self.num_drawn[indices] > 0).any())
+        if is_later_round:
+            is_certain = torch.zeros_like(was_certain)
         else:
-            self.certain[some] = torch.zeros_like(self.certain[some]).scatter(-1, classes, sure)
-            self.known[:, some] = torch.where(sure, terms, 0).sum(-1)
-        number = (~sure).sum(-1)
-        value, error = estimate(torch.where(sure | already_summed, 0, terms), chances, spread)
-        self.drawn[:, some] += number * value
-        self.squares[:, some] += (number * error).square()
-        self.number[some] += number
+            is_certain = chances >= 1
+            none_certain = torch.zeros_like(self.is_certain[indices])
+            self.is_certain[indices] = none_certain.scatter(-1, classes, is_certain)
+            self.exact_sum[:, indices] = torch.where(is_certain, terms, 0).sum(-1)
+        num_drawn = (~is_certain).sum(-1)
+        other_terms = torch.where(is_certain | was_certain, 0, terms)
+        value, error = estimate(other_terms, chances, spread)
+        self.weighted_estimates[:, indices] += num_drawn * value
+        self.weighted_squared_errors[:, indices] += (num_drawn * error).square()
+        self.num_drawn[indices] += num_drawn
 
     def replace(
         self,
-        some: Int[Tensor, " k"],
+        indices: Int[Tensor, " k"],
         terms: Float[Tensor, "m k c"],
     ) -> None:
-        """Replace the estimates of some samples by the sum over all their classes, now measured.
+        """Replace the estimates of k of the samples by exact sums over all their classes.
 
         Args:
-            some: the indices of k samples.
-            terms: the terms t_c of all classes of these samples, by each method.
+            indices: the indices of the k samples.
+            terms: the measured terms t_c of all classes of these samples, by each method.
         """
-        self.known[:, some] = terms.sum(-1)
-        self.drawn[:, some] = 0
-        self.squares[:, some] = 0
-        self.whole[some] = True
+        self.exact_sum[:, indices] = terms.sum(-1)
+        self.weighted_estimates[:, indices] = 0
+        self.weighted_squared_errors[:, indices] = 0
+        self.is_complete[indices] = True
 
-    def total(self, some: Int[Tensor, " k"]) -> tuple[Float[Tensor, "m k"], Float[Tensor, "m k"]]:
+    def total(
+        self,
+        indices: Int[Tensor, " k"],
+    ) -> tuple[Float[Tensor, "m k"], Float[Tensor, "m k"]]:
         """Return the estimates of Σ_c t_c of k samples by each method, and their standard errors.
 
         Args:
-            some: the indices of the k samples.
+            indices: the indices of the k samples.
         """
-        number = self.number[some].clamp_min(1)
-        value = self.known[:, some] + self.drawn[:, some] / number
-        return value, self.squares[:, some].sqrt() / number
+        num_drawn = self.num_drawn[indices].clamp_min(1)  # not 0: it divides
+        estimates = self.weighted_estimates[:, indices] / num_drawn
+        errors = self.weighted_squared_errors[:, indices].sqrt() / num_drawn
+        return self.exact_sum[:, indices] + estimates, errors
 
 
-def _widening(freedom: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
+def _widening_factor(freedom: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
     """Return the factor that widens a standard error so that ±1.96 of them hold the truth in 95 %.
 
     It is the 97.5 % quantile of Student's t with `freedom` degrees of freedom, by the
-    Cornish-Fisher expansion, divided by the normal quantile 1.96.
+    Cornish-Fisher expansion, divided by 1.96, the normal quantile z.
     """
     z, n = 1.96, freedom.double()
     t = z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)

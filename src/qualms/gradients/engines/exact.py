@@ -1,11 +1,12 @@
 """The exact engine: the gradients of all classes from one forward and C backward passes.
 
-∇θ log p_c = Jᵀ(e_c - p). Back-propagating e_c - p for a whole batch gives, at every operation that
-uses a parameter, the cotangents of all samples at once; the gradient factors that the recorder kept
-there turn them into norms. The weight gradient summed over the batch is never formed.
+∇θ log p_c = Jᵀ(e_c - p), with J the Jacobian of the logits, e_c a unit vector and p the
+probabilities. Back-propagating e_c - p for a whole batch gives, at every operation that uses a
+parameter, the cotangents of all samples at once; the gradient factors that the recorder kept there
+turn them into norms. The weight gradient summed over the batch is never formed.
 
 Where the perturbed rows of a single sample do not fit at once, its gradients are written out and
-added up, part by part of the rows: a sum over rows can be accumulated, its norm cannot. As many
+added up over parts of the rows: a sum over rows can be accumulated, its norm cannot. As many
 gradients as fit into memory are accumulated at the same time; for each such block of directions the
 forward passes run again.
 
@@ -46,7 +47,7 @@ from qualms.gradients.verify import (
     require_separate_gradients,
 )
 
-# Flat gradients along k directions, by the parameter's name.
+# A dict from each parameter's name to its flat gradients (p entries) along k directions.
 Gradients = dict[str, Float[Tensor, "k p"]]
 
 
@@ -54,7 +55,7 @@ class ExactEngine:
     """Computes every gradient exactly, many samples at once.
 
     Args:
-        cache: the plans of the model.
+        cache: the cached plans and measurements of the model.
     """
 
     def __init__(self, cache: PlanCache) -> None:
@@ -64,15 +65,15 @@ class ExactEngine:
         """Reuse the plan of an earlier batch of the same shapes, or make a new plan.
 
         Args:
-            request: what to compute.
+            request: the samples, and which of their gradients to compute.
 
         Returns:
             A plan, or the reason why samples have to run one at a time.
         """
-        key = _key(request)
-        kept = self.cache.get(key, Plan)
-        if kept is not None and kept.serves(request):
-            return kept
+        key = _cache_key(request)
+        cached = self.cache.get(key, Plan)
+        if cached is not None and cached.serves(request):
+            return cached
         plan = make_plan(request)
         if isinstance(plan, Plan):
             self.cache.keep(key, replace(plan, is_reused=True))
@@ -81,17 +82,17 @@ class ExactEngine:
     def run(self, plan: Plan, request: GradientRequest) -> ClassNorms:
         """Compute the norms, or inner products, of all samples, chunk by chunk.
 
-        A reused plan may turn out not to fit these samples. It is then dropped, and the request
-        starts again with a plan made from them, or by plain autograd.
+        A plan made from an earlier batch may turn out not to fit these samples. It is then dropped,
+        and the request starts again with a plan made from its own samples, or by plain autograd.
 
         Args:
             plan: what `plan` returned for this request.
-            request: what to compute.
+            request: the samples, and which of their gradients to compute.
         """
         norms = self._run_chunks(plan, request)
         if isinstance(norms, Fallback):
-            self.cache.forget(_key(request))
-            return run_first([self, AutogradEngine(self.cache)], request, self.cache)
+            self.cache.forget(_cache_key(request))
+            return run_first([self, AutogradEngine()], request, self.cache)
         return add_unused_parameters(norms, request, plan.use_order)
 
     def _run_chunks(
@@ -99,20 +100,31 @@ class ExactEngine:
         plan: Plan,
         request: GradientRequest,
     ) -> ClassNorms | Fallback:
-        """Run all chunks; return a `Fallback` if a reused plan does not fit one of them.
+        """Split the samples into chunks that fit into memory, and run them one after the other.
 
-        With a new plan, a chunk that fails its checks runs by plain autograd instead.
+        A chunk that fails its checks runs by plain autograd instead, with a warning.
+
+        Args:
+            plan: the plan of the request.
+            request: the samples, and which of their gradients to compute.
+
+        Returns:
+            The norms of all samples; or a `Fallback` if a chunk fails its checks and the plan was
+            made from an earlier batch, so that a new plan may help.
         """
         work = plan.workload(request)
-        fitting = plan.samples_at_once(request.budget, work)
         # 0 if the rows of one sample do not fit at once: a chunk is then one sample, run in parts.
-        size = min(request.settings.batch_size or fitting, fitting) or 1
-        chunks = split_evenly(request.num_samples, size)
+        max_samples = plan.samples_at_once(request.budget, work)
+        chunk_size = min(request.settings.batch_size or max_samples, max_samples) or 1
+        chunks = _split_evenly(request.num_samples, chunk_size)
         check = CrossBatchCheck(request, chunks)
-        parts: list[ClassNorms] = []
-        for part in chunks:
-            chunk = _Chunk(plan, request.with_directions_of(part), request.rows(part), work)
-            run = partial(chunk.run, check, part) if fitting else chunk.run_in_parts
+        norms_of_chunks: list[ClassNorms] = []
+        for samples in chunks:
+            chunk_request = request.with_directions_of(samples)
+            chunk = _Chunk(plan, chunk_request, request.make_rows(samples), work)
+            run = chunk.run_in_parts
+            if max_samples > 0:
+                run = partial(chunk.run, check, samples)
             norms = attempt("run a chunk of samples together", run)
             if isinstance(norms, Fallback):
                 if plan.is_reused:
@@ -120,18 +132,18 @@ class ExactEngine:
                 self.cache.warn_slow(norms)
                 # If the model itself is at fault, plain autograd raises the error.
                 norms = plain_autograd(chunk.request, chunk.model_input, plan.row_bytes)
-            parts.append(norms)
-        return ClassNorms.concatenate(parts)
+            norms_of_chunks.append(norms)
+        return ClassNorms.concatenate(norms_of_chunks)
 
 
-def split_evenly(samples: int, size: int) -> list[slice]:
-    """Split `samples` samples into chunks of nearly equal size, at most `size` each."""
-    number = -(-samples // size)
-    return slices(samples, -(-samples // number))
+def _split_evenly(num_samples: int, max_size: int) -> list[slice]:
+    """Split samples into consecutive chunks of nearly equal size, at most `max_size` each."""
+    num_chunks = -(-num_samples // max_size)  # rounded up
+    return slices(num_samples, -(-num_samples // num_chunks))
 
 
-def _key(request: GradientRequest) -> Key:
-    """The key of a request's plan in the cache: what a plan depends on."""
+def _cache_key(request: GradientRequest) -> Key:
+    """Return the key of a request's plan in the cache, with everything that a plan depends on."""
     return ("plan", request.shapes, tuple(request.selected))
 
 
@@ -141,7 +153,7 @@ class _Chunk:
 
     Attributes:
         plan: the plan of the whole request.
-        request: the request, with the directions of this chunk's samples.
+        request: the whole request, except that its directions are those of this chunk's samples.
         model_input: the rows of this chunk's samples.
         work: what is computed for each sample.
     """
@@ -151,12 +163,12 @@ class _Chunk:
     model_input: ModelInput
     work: Workload
 
-    def run(self, check: CrossBatchCheck, part: slice) -> ClassNorms:
-        """Trace the samples together, check their logits, and measure their gradients.
+    def run(self, check: CrossBatchCheck, samples: slice) -> ClassNorms:
+        """Trace the chunk in one forward pass, check its logits, and measure its gradients.
 
         Args:
             check: gives the logits of the same samples from other batches, to compare with.
-            part: the indices of the samples in the request.
+            samples: the indices of the chunk's samples in the request.
 
         Raises:
             NotBatchable: if a check fails.
@@ -168,11 +180,14 @@ class _Chunk:
         )
         if plan.is_reused and recorder.first_use != plan.use_order.names:
             raise NotBatchable("these inputs use the model's parameters in a different order")
+        # [b, r, c]: samples, rows of a sample, classes.
         by_sample = logits.unflatten(0, (-1, self.work.rows_per_sample))
-        elsewhere = check.logits_of(part)
-        # Of each sample all rows, or the first row alone, as far as the logits elsewhere are known.
-        here = by_sample.detach()[:, : elsewhere.shape[1]]
-        require_same_across_batches(here.flatten(0, 1), elsewhere.flatten(0, 1), plan.precision)
+        other_logits = check.logits_of(samples)
+        # The other batches may have had only the first row of each sample.
+        own_logits = by_sample.detach()[:, : other_logits.shape[1]]
+        require_same_across_batches(
+            own_logits.flatten(0, 1), other_logits.flatten(0, 1), plan.precision
+        )
         require_same_alone(
             self.request.model,
             model_input,
@@ -180,49 +195,51 @@ class _Chunk:
             every=plan.needs_single_row_check(recorder),
             precision=plan.precision,
         )
-        values = self._measure(logits, recorder)
-        return ClassNorms(values, by_sample[:, 0].detach(), recorder.without_rule)
+        return ClassNorms(
+            values=self._measure(logits, recorder),
+            # Row 0 is the sample itself.
+            logits=by_sample[:, 0].detach(),
+            without_rule=recorder.without_rule,
+        )
 
     def _measure(self, logits: Tensor, recorder: Recorder) -> dict[str, Tensor]:
         """Measure the traced gradients, and check that each depends on its own sample alone.
 
         Args:
-            logits: the logits of all rows, with their graph.
+            logits: the logits [rows, c] of all rows, with their graph.
             recorder: the recorder of the traced pass, with the gradient factors.
 
         Returns:
-            The values of `ClassNorms`: norms [b, m] or inner products [b, m, m] by the parameter's
-            name.
+            Norms [b, m] or inner products [b, m, m] by the parameter's name, for b samples and m
+            directions.
 
         Raises:
             NotBatchable: if a gradient depends on other samples.
         """
-        directions, kind, precision = (
-            self.request.directions,
-            self.request.kind,
-            self.plan.precision,
-        )
+        directions, kind = self.request.directions, self.request.kind
+        precision = self.plan.precision
         by_sample = logits.unflatten(0, (-1, self.work.rows_per_sample))
-        pullback = Pullback(logits, recorder.factors, self.plan.weights, len(by_sample))
-        last = LastProduct.of(pullback) if self.work.via_last_layer else None
-        if last is not None:
+        pullback = Pullback(logits, recorder.factors, self.plan.weights, samples=len(by_sample))
+        # None also if the logits of this pass do not come from a linear layer.
+        last_product = LastProduct.of(pullback) if self.work.via_last_layer else None
+        if last_product is not None:
             require_separate_gradients(pullback, precision)
-            return measure_via_last_layer(pullback, directions.names, last)
-        cotangents = directions.along(by_sample)
+            return measure_via_last_layer(pullback, directions.names, last_product)
+        cotangents = directions.cotangents_at(by_sample)
         if kind == "gram":
             require_separate_gradients(pullback, precision)
             return measure(pullback, cotangents, kind)
         return measure_separate(pullback, cotangents, kind, precision)
 
     def run_in_parts(self) -> ClassNorms:
-        """Measure a chunk of one sample, whose rows do not fit at once, by parts of its rows.
+        """Measure a chunk of one sample whose rows do not fit at once, part by part of the rows.
 
         Raises:
             NotBatchable: for inner products, which need the gradients of all directions at once.
         """
         if self.request.gram:
             budget = in_mebibytes(self.request.budget)
-            raise NotBatchable(f"the gradients of all classes of one input do not fit {budget}")
+            raise NotBatchable(f"the gradients of all classes of one input do not fit in {budget}")
         return accumulate_chunks(self.request, self.model_input, self.plan)
 
 
@@ -236,6 +253,8 @@ def accumulate_chunks(
 ) -> ClassNorms:
     """Compute the norms [1, m] of one sample's gradients, accumulated over parts of its rows.
 
+    m is the number of directions.
+
     Args:
         request: the request, with the directions of this sample.
         model_input: the rows of the sample.
@@ -246,26 +265,32 @@ def accumulate_chunks(
         NotBatchable: if the rows influence each other.
     """
     require_room(plan.min_bytes, request.limit, "one row of the input and one of its gradients")
-    # Half of the budget goes to a pass, a quarter to the gradients that are accumulated.
-    size = plan.rows_at_once(request.budget // 2)
-    groups = -(-num_samples(model_input.batch) // size)
-    logits = logits_in_groups(request.model, model_input, groups)
-    work = _RowParts(request, model_input, plan, size, logits)
-    held = max(1, request.budget // 4 // plan.gradient_bytes)  # directions accumulated at once
-    directions = request.directions.along(logits[None])
+    # Half of the budget is for a pass over some rows.
+    rows_per_pass = plan.rows_at_once(request.budget // 2)
+    num_passes = -(-num_samples(model_input.batch) // rows_per_pass)  # rounded up
+    logits = logits_in_groups(request.model, model_input, num_passes)
+    row_parts = _RowParts(request, model_input, plan, rows_per_pass, logits)
+    # A quarter of the budget is for gradients that are accumulated at the same time.
+    max_gradients = max(1, request.budget // 4 // plan.gradient_bytes)
+    # `along` takes logits [samples, rows, classes]; this is one sample.
+    directions = request.directions.cotangents_at(logits[None])
     values: dict[str, Tensor] = {}
-    number = 0
+    start = 0  # index of the next direction
     for block, scales in directions.blocks():
-        scale_parts = scales[:, 0].split(held)
-        block_parts = block.to(logits.dtype).split(held)
+        # `scales` has a column for each sample; this is the only sample.
+        scale_parts = scales[:, 0].split(max_gradients)
+        block_parts = block.to(logits.dtype).split(max_gradients)
         for cotangents, scale in zip(block_parts, scale_parts, strict=True):
-            for name, gradients in work.add_up(cotangents, verify=number == 0).items():
+            stop = start + len(cotangents)
+            # Logits do not depend on the direction, so they are verified only once.
+            gradients_by_name = row_parts.sum_gradients(cotangents, verify=start == 0)
+            for name, gradients in gradients_by_name.items():
                 if name not in values:
-                    values[name] = scale.new_zeros(1, directions.number)
-                norms = norm_of(gradients, request.kind) * scale
-                values[name][0, number : number + len(cotangents)] = norms
-            number += len(cotangents)
-    return ClassNorms(values, logits[:1], work.without_rule)
+                    values[name] = scale.new_zeros(1, directions.num_directions)
+                values[name][0, start:stop] = norm_of(gradients, request.kind) * scale
+            start = stop
+    # Row 0 is the sample itself; the slice keeps the sample axis.
+    return ClassNorms(values, logits[:1], row_parts.without_rule)
 
 
 @dataclass
@@ -274,28 +299,28 @@ class _RowParts:
 
     Attributes:
         request: the request, with the directions of this sample.
-        model_input: the rows of the sample.
+        model_input: the r rows of the sample.
         plan: the plan of the request.
-        size: the number of rows that run at once.
+        rows_per_pass: the number of rows that run at once.
         logits: the logits of all rows, computed in other groups of rows than those that are traced
             together, to compare with.
-        without_rule: the parameters without a fast gradient rule that the passes so far have used.
+        without_rule: the names of the parameters without a fast gradient rule in the passes so far.
     """
 
     request: GradientRequest
     model_input: ModelInput
     plan: Plan
-    size: int
+    rows_per_pass: int
     logits: Float[Tensor, "r c"]
 
     def __post_init__(self) -> None:
         self.without_rule: set[str] = set()
 
-    def add_up(self, directions: Float[Tensor, "k r c"], verify: bool) -> Gradients:
-        """Compute the gradients along k directions, summed over all rows.
+    def sum_gradients(self, cotangents: Float[Tensor, "k r c"], verify: bool) -> Gradients:
+        """Compute the gradients along k directions, summed over all r rows.
 
         Args:
-            directions: k cotangents of the logits, with an entry for each row.
+            cotangents: for each direction its entries for the c logits of each row.
             verify: whether to compare the logits of each part with those from other groups.
 
         Returns:
@@ -303,42 +328,43 @@ class _RowParts:
             depend on are left out.
         """
         total: Gradients = {}
-        for part in slices(len(self.logits), self.size):
-            logits, recorder = self._trace(part)
+        for rows in slices(len(self.logits), self.rows_per_pass):
+            logits, recorder = self._trace(rows)
             if verify:
-                self._verify(part, logits.detach(), recorder)
+                self._verify(rows, logits.detach(), recorder)
             self.without_rule |= recorder.without_rule
             pullback = Pullback(logits, recorder.factors, self.plan.weights, samples=1)
-            for j, v in enumerate(directions):
-                for name, g in full_gradients(pullback, v[part]).items():
+            for j, cotangent in enumerate(cotangents):
+                for name, g in full_gradients(pullback, cotangent[rows]).items():
                     if name not in total:
-                        total[name] = g.new_zeros(len(directions), g.numel())
+                        total[name] = g.new_zeros(len(cotangents), g.numel())
                     total[name][j] += g.flatten()
         return total
 
-    def _trace(self, part: slice) -> tuple[Tensor, Recorder]:
-        """Trace the rows in the slice `part` together, as the rows of one sample.
+    def _trace(self, rows: slice) -> tuple[Tensor, Recorder]:
+        """Trace the rows with the indices `rows` in one forward pass, as the rows of one sample.
 
         Returns:
             The logits of these rows with their graph, and the recorder with the gradient factors.
         """
         plan = self.plan
-        rows = replace(self.model_input.take(part), rows_per_sample=part.stop - part.start)
-        return trace_forward(self.request.model, plan.reformat(rows), plan.weights, plan.trace_pair)
+        num_rows = rows.stop - rows.start
+        part = replace(self.model_input.take(rows), rows_per_sample=num_rows)
+        return trace_forward(self.request.model, plan.reformat(part), plan.weights, plan.trace_pair)
 
-    def _verify(self, part: slice, logits: Tensor, recorder: Recorder) -> None:
+    def _verify(self, rows: slice, logits: Tensor, recorder: Recorder) -> None:
         """Raise `NotBatchable` if the logits of some rows depend on the rows that run with them.
 
         Args:
-            part: the rows.
+            rows: the indices of the rows.
             logits: the logits of these rows, traced together.
             recorder: the recorder of the traced pass.
         """
         precision = self.plan.precision
-        require_same_across_batches(logits, self.logits[part], precision)
+        require_same_across_batches(logits, self.logits[rows], precision)
         require_same_alone(
             self.request.model,
-            self.model_input.take(part),
+            self.model_input.take(rows),
             logits,
             every=self.plan.needs_single_row_check(recorder),
             precision=precision,

@@ -1,6 +1,7 @@
 """The sketch at every position of one sample: J s, [positions, classes], for k random tangents s.
 
-One forward-mode pass gives v·(J s) for the gradients of all classes at all positions at once, so
+J is the Jacobian of the logits, and a tangent s is a direction in the space of the parameters. One
+forward-mode pass gives v·(J s) for the gradients Jᵀv of all classes at all positions at once, so
 that k passes score every token of a text over the whole vocabulary. A sample runs alone, with
 several tangents in one pass.
 
@@ -10,7 +11,7 @@ a plain forward pass.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -34,11 +35,12 @@ from qualms.gradients.sketching.sketch_probe import (
 )
 from qualms.gradients.sketching.tangents import Tangent, Tangents, tangents_of_model
 
-# Bytes of the largest result of a pass with several tangents: more would leave the CPU's cache.
+# The largest result in a pass with several tangents may take so many bytes and stay in the CPU's
+# cache.
 MAX_RESULT_BYTES = 2**23
-# Tangents in one pass even if they leave the cache, as far as the budget allows.
-MIN_AT_ONCE = 4
-# Positions at which logits of passes are compared with expected ones.
+# So many tangents share a pass even if their results leave the cache, as far as the budget allows.
+MIN_TANGENTS_PER_PASS = 4
+# The number of positions at which the logits of passes are compared with expected ones.
 COMPARED_POSITIONS = 64
 # Copies of a derivative that exist while a layer computes the next one.
 RESULT_COPIES = 3
@@ -50,7 +52,7 @@ def plain_logits(
     class_dim: int,
     batch: Batch,
 ) -> Float[Tensor, "*positions c"]:
-    """Compute the logits of one sample at all its positions by one forward pass.
+    """Compute the logits of one sample at all its positions by one plain forward pass.
 
     Args:
         model: the model, inside `preserve_state`.
@@ -60,7 +62,7 @@ def plain_logits(
     Raises:
         QualmsError: if the first axis of the logits is not 1, or they are not finite.
     """
-    # The model may change them in place.
+    # The model may change its inputs in place, so it gets copies.
     copies = [t.clone() for t in batch_tensors(batch)]
     output = call_model(model, with_tensors(batch, copies))
     logits = classes_last(output, class_dim)
@@ -69,7 +71,7 @@ def plain_logits(
             f"the model returns logits of shape {tuple(logits.shape)} for one input; the first "
             "axis must be the batch."
         )
-    logits = logits[0]
+    logits = logits[0]  # without the batch axis
     if not bool(torch.isfinite(logits).all()):
         raise QualmsError(
             "the logits of an input contain NaN or infinity; check the model's weights and the "
@@ -83,7 +85,7 @@ class ExpectedLogits:
     """Logits of a plain forward pass at some positions, to compare with those of other passes.
 
     Attributes:
-        shape: the shape (t, c) of the logits at all positions.
+        shape: the shape (t, c) of the logits at all t positions, with c classes.
         positions: the n positions whose logits are kept.
         values: the logits at these positions.
     """
@@ -95,31 +97,33 @@ class ExpectedLogits:
     @classmethod
     def of(cls, logits: Float[Tensor, "t c"]) -> "ExpectedLogits":
         """Keep the logits at up to `COMPARED_POSITIONS` evenly spread positions."""
-        positions, classes = logits.shape
-        number = min(COMPARED_POSITIONS, positions)
-        spread = torch.linspace(0, positions - 1, number).round().int().tolist()
-        return cls((positions, classes), spread, logits[spread].clone())
+        num_positions, num_classes = logits.shape
+        num_kept = min(COMPARED_POSITIONS, num_positions)
+        kept = torch.linspace(0, num_positions - 1, num_kept).round().int().tolist()
+        return cls((num_positions, num_classes), kept, logits[kept].clone())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the logits at all positions, of which only `values` are kept."""
-        return self.values[:1].nbytes * self.shape[0]
+        bytes_per_position = self.values[:1].nbytes
+        return bytes_per_position * self.shape[0]
 
     def require_same(
         self,
         logits: Float[Tensor, "t c"],
         precision: torch.dtype,
     ) -> None:
-        """Raise an error if the logits of a pass differ from the expected ones by more than rounding.
+        """Raise a QualmsError if logits differ from the expected ones by more than rounding.
 
         Args:
-            logits: the logits of the pass at all positions.
+            logits: the logits of another pass at all positions.
             precision: the coarsest float type that the pass casts to, which sets the tolerance.
         """
         if not close_logits(logits[self.positions], self.values.to(logits), precision):
             raise QualmsError(
-                "the model returns different logits in forward mode than in a plain pass, so its "
-                "sketch is unreliable; name a few positions= and use engine='exact'."
+                "the model returns different logits in forward-mode AD than in a plain pass, so "
+                "its sketch is unreliable; pass a few positions as positions=, and use "
+                "engine='exact'."
             )
 
 
@@ -130,13 +134,11 @@ class PositionProducts:
     J is the Jacobian of the logits; a tangent s is a direction in the space of the parameters.
 
     Attributes:
-        first: the index of the first of the g tangents among all k.
         row: the index of the row: 0 for the sample itself, then its perturbed copies.
         logits: the logits of the row at each position.
         tangents: J s at each position, for each tangent s.
     """
 
-    first: int
     row: int
     logits: Float[Tensor, "t c"]
     tangents: Float[Tensor, "g t c"]
@@ -149,50 +151,53 @@ class PositionPlan:
     Attributes:
         expected: logits of a plain forward pass over the sample, at some positions.
         probe: facts about the model, measured at a few positions.
-        function: computes the logits and J s for one tangent s: `forward_mode`, or a replacement
-            for models that it cannot run.
-        tangents: the random tangents on all parameters.
-        at_once: the number of tangents in one pass.
+        function: computes the logits and J s for one tangent s, with J the Jacobian of the logits:
+            `forward_mode`, or a replacement for models that it cannot run.
+        tangents: the random tangents s on all parameters.
+        tangents_per_pass: the number of tangents that run in one pass.
     """
 
     expected: ExpectedLogits
     probe: SketchProbe
     function: JvpFunction
     tangents: Tangents
-    at_once: int
+    tangents_per_pass: int
 
     def run(
         self,
         model: nn.Module,
         row: ModelInput,
         tangent: Tangent,
-        several: bool,
+        is_stacked: bool,
     ) -> Jvp:
-        """Compute the logits [t, c] of a row, and J s [g, t, c] for g tangents s.
+        """Compute the logits [t, c] of a row at its t positions, and J s [g, t, c] for g tangents s.
 
         Args:
             model: the model, read at all positions (`AtPositions`).
             row: a single row.
-            tangent: one tangent; with `several`, g tangents stacked along the first axis of each
-                parameter's tensor.
-            several: whether `tangent` holds stacked tangents. They run by `forward_mode` in one
+            tangent: one tangent; or g tangents, stacked along a new first axis of each parameter's
+                tensor.
+            is_stacked: whether `tangent` holds stacked tangents. They run by `forward_mode` in one
                 pass; a single tangent (g = 1) runs by `function`.
         """
-        if several:
-            z, dz = forward_mode(model, row, tangent, several=True)
+        if is_stacked:
+            z, dz = forward_mode(model, row, tangent, is_stacked=True)
             z = z[0]  # the logits are the same for every tangent
         else:
             z, dz = self.function(model, row, tangent)
-        # (t, c): `AtPositions` returns all positions side by side.
-        shape = self.expected.shape
-        return Jvp(z.view(shape), dz.view(-1, *shape))
+        # `AtPositions` returns the logits of all positions in one row of t · c entries.
+        t, c = self.expected.shape
+        return Jvp(z.view(t, c), dz.view(-1, t, c))
 
 
 class PositionSketchEngine:
     """Sketches one sample at all its positions: projects its gradients on k random tangents.
 
+    A sketch estimates norms of gradients Jᵀv from their projections v·(J s) on random tangents s,
+    with J the Jacobian of the logits.
+
     Args:
-        cache: the plans of the model.
+        cache: the cached plans and measurements of the model.
     """
 
     def __init__(self, cache: PlanCache) -> None:
@@ -205,14 +210,16 @@ class PositionSketchEngine:
         lam: float | None,
         held_bytes: int = 0,
     ) -> PositionPlan:
-        """Find a function that computes J s for this sample, and how many tangents fit in a pass.
+        """Find a function that computes J s for this sample, and how many tangents fit into a pass.
+
+        J is the Jacobian of the logits, and s a random tangent on the parameters.
 
         Args:
             request: a request with the sample as a batch of one, and the model read at all
                 positions.
             expected: logits of a plain forward pass over the sample.
             lam: λ, by which layer l is weighted with exp(λ(l - L)); None for the plain gradient.
-            held_bytes: the bytes that the caller of `run` keeps for each tangent of a pass.
+            held_bytes: how many bytes the caller of `run` keeps for each tangent of a pass.
 
         Raises:
             QualmsError: if the settings ask for sums of norms, or memory does not suffice.
@@ -221,22 +228,24 @@ class PositionSketchEngine:
         if request.settings.norm == "l1" or adds_layers:
             raise QualmsError(
                 "at many positions, a sketch supports only L2 norms and layers added in "
-                "quadrature; leave out norm='l1' and combine='sum', or name a few positions= and "
-                "use engine='exact'."
+                "quadrature; leave out norm='l1' and combine='sum', or pass a few positions as "
+                "positions= and use engine='exact'."
             )
         probe, function, tangents = self._find_function(request, expected, lam)
-        plan = PositionPlan(expected, probe, function, tangents, at_once=1)
-        at_once = _tangents_at_once(plan, request, held_bytes)
-        if at_once > 1 and not self._several_agree(plan, request, at_once):
-            at_once = 1
-        return PositionPlan(expected, probe, function, tangents, at_once)
+        single = PositionPlan(expected, probe, function, tangents, tangents_per_pass=1)
+        number = _count_tangents_per_pass(single, request, held_bytes)
+        if number > 1 and self._stacked_agree(single, request, number):
+            return replace(single, tangents_per_pass=number)
+        return single
 
     def run(
         self,
         plan: PositionPlan,
         request: GradientRequest,
     ) -> Iterator[PositionProducts]:
-        """Yield J s of every row for all tangents, as many tangents at a time as the plan says.
+        """Yield J s of every row for all tangents s, as many tangents at a time as the plan says.
+
+        J is the Jacobian of the logits. The rows of the same tangents follow each other.
 
         Args:
             plan: what `plan` returned for this request.
@@ -247,18 +256,19 @@ class PositionSketchEngine:
             QualmsError: if a pass gives other logits than a plain forward pass.
         """
         rows = _single_rows(request)
-        number = request.sketch.tangents
-        for first in range(0, number, plan.at_once):
-            tangent = _side_by_side(plan.tangents, first, plan.at_once, number)
+        num_tangents = request.sketch.tangents
+        per_pass = plan.tangents_per_pass
+        for first in range(0, num_tangents, per_pass):
+            tangent = _select_tangents(plan.tangents, first, per_pass, num_tangents)
             for i, row in enumerate(rows):
-                z, dz = plan.run(request.model, row, tangent, several=plan.at_once > 1)
-                # The expected logits are those of the sample itself.
+                z, dz = plan.run(request.model, row, tangent, is_stacked=per_pass > 1)
+                # The expected logits are those of row 0, the sample itself.
                 if i == 0:
                     plan.expected.require_same(z, coarser(z.dtype, plan.probe.precision))
-                products = PositionProducts(first, i, z, dz)
+                products = PositionProducts(row=i, logits=z, tangents=dz)
+                # Drop all references: the next pass needs the memory. The caller drops its own.
                 del z, dz
                 yield products
-                # The caller drops it as well: the next pass needs the memory.
                 del products
 
     def _find_function(
@@ -267,10 +277,10 @@ class PositionSketchEngine:
         expected: ExpectedLogits,
         lam: float | None,
     ) -> tuple[SketchProbe, JvpFunction, Tangents]:
-        """Probe the model at three positions, and find a function that plain autograd confirms there.
+        """Probe the model at three positions, and find a function whose J s plain autograd confirms.
 
-        The probe and the function are cached per input shape: a model may run other code for longer
-        texts.
+        J is the Jacobian of the logits, and s a random tangent. The probe and the function are
+        cached per input shape: a model may run other code for longer texts.
 
         Args:
             request: a request with the sample as a batch of one, and the model read at all
@@ -286,99 +296,100 @@ class PositionSketchEngine:
         def find() -> tuple[SketchProbe, JvpFunction]:
             """Probe the model at its first, middle and last position."""
             assert isinstance(model, AtPositions)
-            last = expected.shape[0] - 1
+            last = expected.shape[0] - 1  # index of the last position
             at_three = AtPositions(model.model, model.class_dim, sorted({0, last // 2, last}))
             probe, check_rows = probe_rows(at_three, _single_rows(request)[0], selected)
             tangents = tangents_of_model(request, probe.counted, lam, self.cache)
             return probe, find_jvp_function(probe, check_rows, tangents[0])
 
         key = ("position push", request.rows_per_sample > 1, tuple(selected), *request.shapes)
-        probe, function = self.cache.once(key, find)
+        probe, function = self.cache.get_or_compute(key, find)
         return probe, function, tangents_of_model(request, probe.counted, lam, self.cache)
 
-    def _several_agree(
+    def _stacked_agree(
         self,
         plan: PositionPlan,
         request: GradientRequest,
-        at_once: int,
+        number: int,
     ) -> bool:
         """Whether several tangents in one pass give what one tangent gives in a pass of its own.
 
-        Cached per type and number of axes of the inputs.
+        Cached per dtype and number of axes of the inputs.
 
         Args:
-            plan: the plan of the request, `at_once` not yet set.
+            plan: a plan of the request; its `tangents_per_pass` is not used.
             request: a request with the sample as a batch of one.
-            at_once: how many tangents would run in one pass.
+            number: how many tangents would run in one pass.
         """
         row = _single_rows(request)[0]
         positions = plan.expected.positions
 
         def compare() -> bool:
-            """Compare logits and J s of the first tangent at some positions."""
-            one = plan.run(request.model, row, plan.tangents[0], several=False)
-            stacked = _side_by_side(plan.tangents, 0, at_once, at_once)
-            several = plan.run(request.model, row, stacked, several=True)
-            precision = coarser(one.logits.dtype, plan.probe.precision)
-            have = Jvp(several.logits[positions], several.derivative[0, positions])
-            want = Jvp(one.logits[positions], one.derivative[0, positions])
+            """Compare logits and J s of the first tangent at some positions, from both passes."""
+            alone = plan.run(request.model, row, plan.tangents[0], is_stacked=False)
+            tangents = _select_tangents(plan.tangents, 0, number, number)
+            stacked = plan.run(request.model, row, tangents, is_stacked=True)
+            precision = coarser(alone.logits.dtype, plan.probe.precision)
+            have = Jvp(stacked.logits[positions], stacked.derivative[0, positions])
+            want = Jvp(alone.logits[positions], alone.derivative[0, positions])
             return same_products(have, want, precision)
 
         def agree() -> bool:
-            """Run `compare`; a pass that fails counts as a disagreement."""
-            same = attempt("push several tangents at once", compare)
-            return not isinstance(same, Fallback) and same
+            """Return whether `compare` returns True; a pass that fails counts as False."""
+            is_same = attempt("push several tangents at once", compare)
+            return not isinstance(is_same, Fallback) and is_same
 
         kinds = tuple((t.ndim, t.dtype) for t in batch_tensors(request.batch))
-        smoothed = request.rows_per_sample > 1
-        key = ("position several", smoothed, tuple(request.selected), *kinds)
-        return self.cache.once(key, agree)
+        is_smoothed = request.rows_per_sample > 1
+        key = ("position several", is_smoothed, tuple(request.selected), *kinds)
+        return self.cache.get_or_compute(key, agree)
 
 
 def _single_rows(request: GradientRequest) -> list[ModelInput]:
     """List the request's only sample and its perturbed copies, each as an input of one row."""
-    rows = request.rows(slice(0, 1))
+    rows = request.make_rows(slice(0, 1))
     return [rows.take([i]) for i in range(request.rows_per_sample)]
 
 
-def _tangents_at_once(
+def _count_tangents_per_pass(
     plan: PositionPlan,
     request: GradientRequest,
     held_bytes: int,
 ) -> int:
-    """How many tangents run in one pass: as many as fit the budget, and the processor's cache.
+    """Count the tangents that run in one pass: as many as fit the budget, and the CPU's cache.
 
-    1 if they are not pushed by `forward_mode`, the only function that takes several.
+    1 if the plan's function is not `forward_mode`, the only one that takes several tangents.
 
     Args:
-        plan: the plan of the request, `at_once` not yet set.
+        plan: a plan of the request; its `tangents_per_pass` is not used.
         request: a request with the sample as a batch of one.
-        held_bytes: the bytes that the caller keeps for each tangent of a pass.
+        held_bytes: how many bytes are kept for each tangent of a pass besides the pass's own.
 
     Raises:
         QualmsError: if not even one tangent fits into memory.
     """
-    number = request.sketch.tangents
-    size = plan.expected.nbytes
-    largest = max(size, plan.probe.largest_result)
+    num_tangents = request.sketch.tangents
+    logits_bytes = plan.expected.nbytes
+    largest_bytes = max(logits_bytes, plan.probe.largest_result)
     positions, classes = plan.expected.shape
-    one_tangent = RESULT_COPIES * largest + held_bytes
+    tangent_bytes = RESULT_COPIES * largest_bytes + held_bytes
     needs = f"the results of one input with {positions} positions and {classes} classes, and "
-    require_room(2 * size + one_tangent, request.limit, needs + "derivatives,")
+    require_room(2 * logits_bytes + tangent_bytes, request.limit, needs + "derivatives,")
     if plan.function is not forward_mode:
         return 1
-    fit = (request.budget - 2 * size) // one_tangent
-    cached = MAX_RESULT_BYTES // largest
-    max_at_once = min(number, fit, max(MIN_AT_ONCE, cached), plan.tangents.stack_size)
-    passes = -(-number // max(1, max_at_once))
-    return -(-number // passes)  # groups of nearly equal size
+    num_in_budget = (request.budget - 2 * logits_bytes) // tangent_bytes
+    num_in_cache = max(MIN_TANGENTS_PER_PASS, MAX_RESULT_BYTES // largest_bytes)
+    most = min(num_tangents, num_in_budget, num_in_cache, plan.tangents.stack_size)
+    num_passes = -(-num_tangents // max(1, most))  # rounded up
+    # Fewer than `most`, if the tangents then divide more evenly into as many passes.
+    return -(-num_tangents // num_passes)
 
 
-def _side_by_side(
+def _select_tangents(
     tangents: Tangents,
     first: int,
     size: int,
-    number: int,
+    num_tangents: int,
 ) -> Tangent:
     """Select up to `size` consecutive tangents, stacked to [size, …] for each parameter.
 
@@ -386,14 +397,16 @@ def _side_by_side(
 
     Args:
         tangents: all tangents, drawn when they are needed.
-        first: the index of the first tangent to select.
+        first: the index of the first tangent to select, a multiple of `size`.
         size: the largest number of tangents to select.
-        number: the number of all tangents.
+        num_tangents: the number of all tangents.
     """
     if size == 1:
         return tangents[first]
-    # Tangents are drawn in larger stacks, of a multiple of `size`; select from the stack around `first`.
-    whole = tangents.stack_size // size * size
-    start = first // whole * whole
-    stacked = tangents.stack(start, min(start + whole, number))
-    return {name: s[first - start : first - start + size] for name, s in stacked.items()}
+    # Tangents are drawn in larger stacks, whose length is a multiple of `size`.
+    stack_length = tangents.stack_size // size * size
+    stack_start = first // stack_length * stack_length
+    stack_stop = min(stack_start + stack_length, num_tangents)
+    stack = tangents.stack(stack_start, stack_stop)
+    start = first - stack_start  # index of `first` in the stack
+    return {name: s[start : start + size] for name, s in stack.items()}

@@ -1,8 +1,8 @@
 """Leaves the user's model unchanged by scoring.
 
-- `guard.py`: evaluation mode and the restoring of the model's and the process's state.
-- `snapshot.py`: copies of what modules hold, and checksums of weights.
-- `interrupts.py`: Ctrl-C is delayed until an exception does no harm.
+- `guard.py` sets evaluation mode, and restores the state of the model and of the process.
+- `snapshot.py` copies what modules hold, and computes checksums of weights.
+- `interrupts.py` delays Ctrl-C until an exception does no harm.
 """
 
 from qualms.gradients.isolation.guard import (

@@ -1,4 +1,4 @@
-"""The model is left unchanged: weights, buffers, modes, gradients, attributes and random state."""
+"""Runs a model so that its weights, buffers, modes, attributes and the random state are unchanged."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,21 +21,21 @@ from qualms.gradients.isolation.snapshot import (
     tensor_checksum,
 )
 
-# One thread at a time, whatever the model: the random state, the switches of attention kernels,
-# forward mode, the compiler's stance and Python's filters of warnings belong to the process, and
-# two models may share modules. Nearly all the time goes to torch's operations, which run on several
-# threads each, so running two models at once would gain little.
+# Held inside `preserve_state`, so that only one thread runs a model. The random state, the switches
+# of attention kernels, forward mode, the compiler's stance and Python's warning filters belong to
+# the process, and two models may share modules. Nearly all the time is spent in torch's operations,
+# each of which runs on several threads, so running two models at once would gain little.
 _ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True)
 class _Guard:
-    """What is remembered of a model while it is inside `preserve_state`.
+    """What `preserve_state` keeps of a model while the model is inside of it.
 
     Attributes:
         fingerprint: the model's fingerprint on entry.
         containers: the dictionaries, lists, sets and tensors that the model's modules hold.
-        device: device for tensors that the model creates without naming one; None for torch's
+        device: the device for tensors that the model creates without naming one; None for torch's
             default.
     """
 
@@ -44,7 +44,8 @@ class _Guard:
     device: torch.device | None
 
 
-_guards: dict[int, _Guard] = {}  # by the id of the model
+# The guards of the models that are inside `preserve_state` now, by `id` of the model.
+_guards: dict[int, _Guard] = {}
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:
@@ -56,11 +57,11 @@ def unwrap_compiled(model: nn.Module) -> nn.Module:
 
 
 def validate_model(model: object) -> nn.Module:
-    """Return the model, or raise an error if it is no module or has no usable weights.
+    """Return the model unchanged, or raise an error if it is no module or has no usable weights.
 
     Raises:
         QualmsError: if it is not a module, is spread over several devices, has lazy parameters or
-            buffers, or was made in inference mode.
+            buffers, or was created in inference mode.
     """
     if not isinstance(model, nn.Module):
         raise QualmsError(f"model is a {type(model).__name__}; pass a torch.nn.Module.")
@@ -68,8 +69,8 @@ def validate_model(model: object) -> nn.Module:
     devices = sorted({str(p.device) for p in inner.parameters()})
     if len(devices) > 1:
         raise QualmsError(
-            f"the model's parameters are on several devices ({', '.join(devices)}); load it onto "
-            "one, without device_map."
+            f"the model's parameters are on several devices ({', '.join(devices)}); load the model "
+            "onto one device, without device_map."
         )
     for name, t in (*inner.named_parameters(), *inner.named_buffers()):
         if is_lazy(t):
@@ -107,36 +108,37 @@ def preserve_state(model: object) -> Iterator[nn.Module]:
         device = None if parameter is None else parameter.device
         # Inside, the default device is the CPU. A model built for another default gets its
         # parameters' device back in each forward pass (`isolate_forward`).
-        device_of_new = None if torch.get_default_device().type == "cpu" else device
+        has_cpu_default = torch.get_default_device().type == "cpu"
+        default_device = None if has_cpu_default else device
         with _set_process_state(inner, device):
             fingerprint = model_fingerprint(inner)
-            with _isolated_modules(inner, fingerprint, device_of_new):
+            with _isolate_modules(inner, fingerprint, default_device):
                 yield inner
             _require_same_weights(inner, fingerprint)
 
 
 @contextmanager
 def _set_process_state(model: nn.Module, device: torch.device | None) -> Iterator[None]:
-    """Set what belongs to the process, not to the model; on exit it is restored.
+    """Set the state of the process for running a model; on exit it is restored.
 
-    Inside: the CPU as default device, autograd on, and compiled models run without compilation.
-    Random numbers drawn inside leave no trace: the generators' states are restored.
+    Inside, the CPU is the default device, autograd is on, and compiled models run uncompiled. On
+    exit the random generators are back in the state that they had.
 
     Args:
-        model: the model.
-        device: device of the model's parameters; None if it has no parameters.
+        model: the model to run.
+        device: the device of the model's parameters; None if it has no parameters.
     """
     with ExitStack() as stack:
+        # This package names the device of every tensor that it creates elsewhere than on the CPU.
         if torch.get_default_device().type != "cpu":
-            # Tensors of this package are created on the device that it names, or on the CPU.
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if device is None or device.type == "cpu":
             stack.enter_context(torch.random.fork_rng(devices=[]))
         else:
-            numbers = [device.index or 0]
-            stack.enter_context(torch.random.fork_rng(devices=numbers, device_type=device.type))
+            indices = [device.index or 0]
+            stack.enter_context(torch.random.fork_rng(devices=indices, device_type=device.type))
         if any(map(_has_compiler, model.modules())):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
@@ -149,40 +151,41 @@ def _has_compiler(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _isolated_modules(
+def _isolate_modules(
     model: nn.Module,
     fingerprint: ModelFingerprint,
     device: torch.device | None,
 ) -> Iterator[None]:
-    """Inside: all modules in evaluation mode, and a `_Guard` registered.
+    """Put all modules into evaluation mode and register the model's `_Guard`.
 
-    On exit: modes, buffers, containers and written parameters are restored.
+    On exit, modes, buffers, containers and parameters that modules write to are restored.
 
     Args:
-        model: the model.
+        model: the model to isolate.
         fingerprint: the model's fingerprint on entry.
-        device: device for tensors that the model creates without naming one; None for torch's
+        device: the device for tensors that the model creates without naming one; None for torch's
             default.
     """
     modules = list(model.modules())
     containers = ModuleContainers(modules)
-    switching = [m for m in modules if _switches_modes_itself(m)]
-    tensors = [*containers.tensors, *model.buffers(), *_written_parameters(modules, switching)]
+    # These modules may do anything when their mode is switched.
+    switching = [m for m in modules if _overrides_mode_switch(m)]
+    tensors = [*containers.tensors, *model.buffers(), *_find_written_parameters(modules, switching)]
     with ExitStack() as stack:
         stack.callback(restore_tensors, copy_tensors(tensors))
         stack.callback(restore_contents, containers.copy_all())
-        stack.enter_context(_evaluation_mode(model, modules, bool(switching)))
+        stack.enter_context(_set_evaluation_mode(model, modules, call_methods=bool(switching)))
         # An overridden `train` or `eval` may have replaced a module's containers.
         if switching:
             containers = ModuleContainers(modules)
-        stack.enter_context(_register(model, _Guard(fingerprint, containers, device)))
+        stack.enter_context(_register_guard(model, _Guard(fingerprint, containers, device)))
         yield
 
 
-def _written_parameters(
+def _find_written_parameters(
     modules: Sequence[nn.Module], switching: Sequence[nn.Module]
 ) -> list[Tensor]:
-    """List the parameters that modules may write to.
+    """List the parameters that modules may write to, in a forward pass or a switch of modes.
 
     Args:
         modules: all modules of a model.
@@ -203,10 +206,10 @@ def _written_parameters(
 def isolate_forward(model: nn.Module) -> Iterator[None]:
     """Restore the attributes of a model's modules after the forward pass inside the block.
 
-    A model outside `preserve_state` is left alone. A tensor that one pass caches on a module has
-    the graph of that pass, or none: either would be wrong for the next pass. A Ctrl-C recorded
-    before is raised on entry.
+    A tensor that one pass caches on a module has the graph of that pass, or none: either would be
+    wrong for the next pass. Does nothing for a model outside `preserve_state`.
     """
+    # Raise KeyboardInterrupt here if Ctrl-C was pressed since the last pass.
     interrupts.deliver()
     guard = _guards.get(id(model))
     if guard is None:
@@ -226,8 +229,9 @@ def entry_fingerprint(model: nn.Module) -> ModelFingerprint:
 
 
 @contextmanager
-def _register(model: nn.Module, guard: _Guard) -> Iterator[None]:
-    """Register a model's guard; on exit, the guard of an outer `preserve_state` block is back."""
+def _register_guard(model: nn.Module, guard: _Guard) -> Iterator[None]:
+    """Add a model's guard to `_guards`; on exit it is removed, or replaced by one from before."""
+    # The model may be inside another `preserve_state` block already.
     outer = _guards.get(id(model))
     _guards[id(model)] = guard
     try:
@@ -239,47 +243,51 @@ def _register(model: nn.Module, guard: _Guard) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluation_mode(
+def _set_evaluation_mode(
     model: nn.Module, modules: Sequence[nn.Module], call_methods: bool
 ) -> Iterator[None]:
     """Put all modules into evaluation mode; on exit each is back in the mode that it had.
 
     Args:
-        model: the model.
-        modules: all modules of the model.
-        call_methods: whether some modules override `train` or `eval`, and may drop a cache when
-            training begins. Both are then called, so that the pass starts without a cache.
+        model: the model that has the modules.
+        modules: all modules of the model, itself first.
+        call_methods: whether to call the model's `train()` and `eval()`: modules that override
+            them may drop a cache when training begins, so that the pass starts without one.
     """
     # A frozen script module has no mode.
     modes = [(m, m.training) for m in modules if hasattr(m, "training")]
     try:
         if call_methods:
-            _switch_mode(model, True)
-            _switch_mode(model, False)
+            _switch_mode(model, is_training=True)
+            _switch_mode(model, is_training=False)
         for m, _ in modes:
             m.training = False
         yield
     finally:
+        # If the model's own method fails, the attributes are restored anyway.
         try:
-            if call_methods and model.training != modes[0][1]:
-                _switch_mode(model, modes[0][1])
+            if call_methods:
+                _, was_training = modes[0]
+                if model.training != was_training:
+                    _switch_mode(model, was_training)
         finally:
-            for m, mode in modes:
-                m.training = mode
+            for m, was_training in modes:
+                m.training = was_training
 
 
-def _switch_mode(model: nn.Module, training: bool) -> None:
+def _switch_mode(model: nn.Module, is_training: bool) -> None:
     """Call the model's `train()` or `eval()`; does nothing for a model without modes."""
-    switch = model.train if training else model.eval
-    with suppress(NotImplementedError):  # an exported graph has no modes
+    switch = model.train if is_training else model.eval
+    # An exported graph has no modes.
+    with suppress(NotImplementedError):
         switch()
 
 
-def _switches_modes_itself(m: nn.Module) -> bool:
+def _overrides_mode_switch(m: nn.Module) -> bool:
     """Whether a module overrides `nn.Module.train` or `eval`, in its class or on the object."""
-    has_train = type(m).train is not nn.Module.train
-    has_eval = type(m).eval is not nn.Module.eval
-    return has_train or has_eval or not {"train", "eval"}.isdisjoint(vars(m))
+    own_train = type(m).train is not nn.Module.train or "train" in vars(m)
+    own_eval = type(m).eval is not nn.Module.eval or "eval" in vars(m)
+    return own_train or own_eval
 
 
 def _require_same_weights(model: nn.Module, fingerprint: ModelFingerprint) -> None:
@@ -288,7 +296,8 @@ def _require_same_weights(model: nn.Module, fingerprint: ModelFingerprint) -> No
     for (name, p), before in zip(model.named_parameters(), fingerprint.tensors, strict=False):
         if tensor_checksum(p) != before:
             raise QualmsError(
-                f"the model changes its parameter {name} in its forward pass; score a copy of it."
+                f"the model modifies its parameter {name} in its forward pass; remove this "
+                "modification, or turn it off in evaluation mode."
             )
 
 

@@ -14,36 +14,38 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# Seconds after which a second Ctrl-C is raised at once: the model may hang.
+# If a Ctrl-C is pending for more seconds, the next one is raised at once: the model may hang.
 PATIENCE = 5.0
 
 SignalHandler = Callable[[int, FrameType | None], Any]
 
-# When a Ctrl-C was recorded; None if none is pending.
+# The time at which a Ctrl-C was recorded; None if none is pending.
 _pending_since: float | None = None
-# The handler that `_record` replaces.
+# The signal handler that `_record_interrupt` replaces.
 _handler_before: SignalHandler = signal.default_int_handler
 
 
 @contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Make Ctrl-C wait for the next `deliver`, or for the end of the block.
+    """Delay the effect of Ctrl-C until the next call of `deliver`, or the end of the block.
 
-    Only the main thread receives signals; other threads run as usual. A block inside another one
-    changes nothing.
+    Only the main thread receives signals, so a block in another thread changes nothing; neither
+    does a block inside another one.
     """
     global _pending_since, _handler_before
     handler = signal.getsignal(signal.SIGINT)
-    if not _in_main_thread() or not callable(handler) or handler is _record:
+    # Signals that are ignored, or handled outside Python, have no handler to call later.
+    if not _in_main_thread() or not callable(handler) or handler is _record_interrupt:
         yield
         return
     _pending_since = None
     _handler_before = handler
     try:
-        signal.signal(signal.SIGINT, _record)
+        signal.signal(signal.SIGINT, _record_interrupt)
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is _record:
+        # Code inside the block may have installed another handler, which is kept.
+        if signal.getsignal(signal.SIGINT) is _record_interrupt:
             signal.signal(signal.SIGINT, handler)
         deliver()
 
@@ -61,10 +63,14 @@ def deliver() -> None:
     _handler_before(signal.SIGINT, None)
 
 
-def _record(signum: int, frame: FrameType | None) -> None:
-    """Record a Ctrl-C for `deliver`: the signal handler inside `defer_interrupts`.
+def _record_interrupt(signum: int, frame: FrameType | None) -> None:
+    """Record a Ctrl-C for `deliver`; this is the signal handler inside `defer_interrupts`.
 
-    If one is already pending for more than PATIENCE seconds, it is delivered at once.
+    If an earlier one has been pending for more than PATIENCE seconds, it is delivered at once.
+
+    Args:
+        signum: the number of the signal; not used.
+        frame: the frame that the signal interrupted; not used.
     """
     global _pending_since
     if _pending_since is None:

@@ -1,4 +1,4 @@
-"""What is remembered of a model: what its modules hold, and checksums of its weights.
+"""Copies of what a model's modules hold, and checksums of its weights.
 
 Forward passes replace attributes and buffers (caches, counters, hook-based weight_norm), add
 entries to dictionaries and lists, and write to tensors, also through their `.data`. All of it is
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 DICTS = (dict, OrderedDict, defaultdict)
 OTHER_CONTAINERS = (list, set, deque)
 ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-# 8-byte words in a row of the grid that `sum_bits` lays the bits out in.
+# `sum_bits` lays a tensor's bits out in a grid: the number of 8-byte words in a row of it.
 GRID_COLUMNS = 64
-# Up to this size Python's `hash` is faster than sums on tensors.
+# Up to this many bytes Python's `hash` is faster than sums on tensors.
 MAX_HASHED_BYTES = 2**14
 BYTES_OF_WORD = 8
 
@@ -28,15 +28,15 @@ Contents = list[tuple[Any, Any]]
 
 
 class ModuleContainers:
-    """The dictionaries, lists, sets and tensors in which modules keep things.
+    """The dictionaries, lists, sets and tensors that the modules of a model hold.
 
     Args:
         modules: all modules of a model.
 
     Attributes:
-        dicts: each module's `__dict__`, its tables of parameters and buffers, and the dictionaries
-            among its own attributes. Empty tables are left out.
-        others: the lists, sets and deques among the attributes.
+        dicts: each module's `__dict__`, its dictionaries of parameters and buffers unless they are
+            empty, and the dictionaries among the attributes that not every module has.
+        other_containers: the lists, sets and deques among the attributes.
         tensors: the tensors among the attributes that are neither parameters nor buffers.
     """
 
@@ -45,48 +45,49 @@ class ModuleContainers:
         attributes: list[Any] = []
         for m in modules:
             if isinstance(m, torch.jit.ScriptModule):
-                # Its attributes are not Python objects; its buffers are restored anyway.
+                # Its attributes are not Python objects. Its buffers are copied by the caller.
                 continue
             self.dicts += [d for d in (vars(m), m._parameters, m._buffers) if d]
             for name, value in vars(m).items():
                 if name not in ATTRIBUTES_OF_EVERY_MODULE:
                     attributes.append(value)
         self.dicts += [value for value in attributes if type(value) in DICTS]
-        self.others = [value for value in attributes if type(value) in OTHER_CONTAINERS]
+        self.other_containers = [value for value in attributes if type(value) in OTHER_CONTAINERS]
         self.tensors = [value for value in attributes if isinstance(value, Tensor)]
 
     def copy_all(self) -> Contents:
         """Copy all dictionaries, lists and sets, for `restore_contents`."""
-        return [(container, container.copy()) for container in (*self.dicts, *self.others)]
+        containers = (*self.dicts, *self.other_containers)
+        return [(container, container.copy()) for container in containers]
 
     def copy_dicts(self) -> Contents:
-        """Copy `dicts` alone, where modules keep caches, for `restore_contents`.
+        """Copy the dictionaries alone, where modules keep caches, for `restore_contents`.
 
-        Done in every forward pass, so lists, which may be long, are left out.
+        As this is done in every forward pass, lists are left out, which may be long.
         """
         return [(container, container.copy()) for container in self.dicts]
 
 
 def restore_contents(contents: Contents) -> None:
-    """Write the copies back, in place, to the containers whose contents have changed."""
-    for container, before in contents:
-        if _holds_same(container, before):
+    """Restore in place the containers whose contents have changed since they were copied."""
+    for container, copy in contents:
+        if _holds_same_objects(container, copy):
             continue
         container.clear()
         if isinstance(container, (list, deque)):
-            container.extend(before)
+            container.extend(copy)
         else:
-            container.update(before)
+            container.update(copy)
 
 
-def _holds_same(container: Any, before: Any) -> bool:
+def _holds_same_objects(container: Any, copy: Any) -> bool:
     """Whether a container holds the same objects, in the same order, as a copy of it."""
     # Iterating over a dictionary gives its keys; its values are compared below.
-    if len(container) != len(before) or not all(map(is_, container, before)):
+    if len(container) != len(copy) or not all(map(is_, container, copy)):
         return False
     if type(container) not in DICTS:
         return True
-    return all(map(is_, container.values(), before.values()))
+    return all(map(is_, container.values(), copy.values()))
 
 
 class TensorCopy(NamedTuple):
@@ -98,31 +99,33 @@ class TensorCopy(NamedTuple):
 
 
 def copy_tensors(tensors: Iterable[Tensor]) -> list[TensorCopy]:
-    """Copy tensors, each object once; those on the meta device are skipped, having no values."""
+    """Copy the values of tensors, without those on the meta device, which have none."""
+    # The same object may be in the list several times.
     distinct = {id(t): t for t in tensors if not t.is_meta}
-    return [TensorCopy(t, _version(t), t.detach().clone()) for t in distinct.values()]
+    return [TensorCopy(t, _version_counter(t), t.detach().clone()) for t in distinct.values()]
 
 
 @torch.no_grad()
 def restore_tensors(copies: Iterable[TensorCopy]) -> None:
     """Write back the values of tensors that have changed.
 
-    Values are compared, not versions: a write to `.data` leaves the version as it was.
+    Values are compared, not version counters, which a write to `.data` does not change.
     """
     for copy in copies:
-        if _differs(copy):
+        if _has_changed(copy):
             copy.tensor.copy_(copy.value)
 
 
-def _differs(copy: TensorCopy) -> bool:
-    """Whether a tensor has changed since it was copied: by its values, or its version if sparse."""
+def _has_changed(copy: TensorCopy) -> bool:
+    """Whether a tensor has changed since it was copied."""
     t, version, value = copy
+    # `torch.equal` does not compare sparse tensors.
     if t.layout == torch.strided:
         return not torch.equal(t, value)
-    return _version(t) != version
+    return _version_counter(t) != version
 
 
-def _version(t: Tensor) -> int:
+def _version_counter(t: Tensor) -> int:
     """Return torch's count of writes to a tensor; 0 for inference tensors, which have none."""
     return 0 if t.is_inference() else t._version
 
@@ -131,7 +134,7 @@ def _version(t: Tensor) -> int:
 
 
 class TensorChecksum(NamedTuple):
-    """A tensor's address, shape, type and checksum of its bits: equal while nothing is changed."""
+    """A tensor's address, shape, dtype and checksum of its bits; equal if nothing was changed."""
 
     address: int
     shape: tuple[int, ...]
@@ -143,8 +146,8 @@ class ModelFingerprint(NamedTuple):
     """A model's state: two fingerprints are equal if the model computes the same function.
 
     Attributes:
-        modules: for each module its `id`, and the names and values of its plain attributes:
-            numbers, flags and strings.
+        modules: for each module its `id`, and the names and values of those attributes that are
+            numbers, flags or strings.
         tensors: the checksums of all parameters, then of all buffers.
     """
 
@@ -167,7 +170,7 @@ def model_fingerprint(model: nn.Module) -> ModelFingerprint:
 def _plain_attributes(module: nn.Module) -> tuple[tuple[str, object], ...]:
     """Return the names and values of a module's attributes that are numbers, flags or strings.
 
-    `training` is left out, since evaluation mode is set for every call.
+    `training` is left out, since models are always run in evaluation mode.
     """
     attributes = []
     for name, value in vars(module).items():
@@ -177,7 +180,7 @@ def _plain_attributes(module: nn.Module) -> tuple[tuple[str, object], ...]:
 
 
 def tensor_checksum(t: Tensor) -> TensorChecksum:
-    """Compute the checksum of a tensor, with its address (`id` if sparse), shape and type."""
+    """Compute the checksum of a tensor, with its address (`id` if sparse), shape and dtype."""
     address = t.data_ptr() if t.layout == torch.strided else id(t)
     return TensorChecksum(address, tuple(t.shape), t.dtype, sum_bits(t))
 
@@ -185,10 +188,10 @@ def tensor_checksum(t: Tensor) -> TensorChecksum:
 def sum_bits(t: Tensor) -> int:
     """Compute a checksum of a tensor's bits; 0 for meta, quantized, sparse and empty tensors.
 
-    The bits are summed as integers, so that no change of a value is too small to show. They are
-    laid out in a grid, and the sums of its rows and columns are weighted by their positions, so
-    that swapped entries show as well. Small tensors on the CPU are hashed instead; Python's hashes
-    differ between processes, so checksums are compared within one process only.
+    The bits are summed as integers, so that the smallest change of a value changes the sum. They
+    are laid out in a grid, and the sums of its rows and columns are weighted by their positions, so
+    that swapped entries show as well. Small tensors on the CPU are hashed instead. As Python's
+    hashes differ between processes, checksums are only comparable within a process.
     """
     if t.is_meta or t.is_quantized or t.layout != torch.strided or t.numel() == 0:
         return 0
@@ -197,17 +200,17 @@ def sum_bits(t: Tensor) -> int:
     # A view as words must begin at a multiple of eight bytes.
     if offset % BYTES_OF_WORD:
         flat = flat.clone()
-    octets = flat.view(torch.uint8)
-    if len(octets) <= MAX_HASHED_BYTES and octets.device.type == "cpu":
-        return hash(octets.numpy().tobytes())
-    row = BYTES_OF_WORD * GRID_COLUMNS
-    whole = len(octets) // row * row  # number of bytes in full rows
-    grid = octets[:whole].view(torch.int64).view(-1, GRID_COLUMNS)
-    remainder = octets[whole:].long()  # bytes that fill no row
+    tensor_bytes = flat.view(torch.uint8)
+    if len(tensor_bytes) <= MAX_HASHED_BYTES and tensor_bytes.device.type == "cpu":
+        return hash(tensor_bytes.numpy().tobytes())
+    row_bytes = BYTES_OF_WORD * GRID_COLUMNS
+    num_in_full_rows = len(tensor_bytes) // row_bytes * row_bytes
+    grid = tensor_bytes[:num_in_full_rows].view(torch.int64).view(-1, GRID_COLUMNS)
+    remainder = tensor_bytes[num_in_full_rows:].long()
     return sum(map(_position_weighted_sum, (grid.sum(0), grid.sum(1), remainder)))
 
 
 def _position_weighted_sum(v: Tensor) -> int:
-    """Compute Σ_i i v_i for i = 1, 2, …; int64 wraps around, so this is modulo 2⁶⁴."""
+    """Compute Σ_i i v_i for i = 1, 2, … and int64 v, modulo 2⁶⁴ as int64 wraps around."""
     positions = torch.arange(1, len(v) + 1, device=v.device)
     return int((v * positions).sum())

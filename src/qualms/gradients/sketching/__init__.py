@@ -2,6 +2,6 @@
 
 - `tangents.py`: how tangents are drawn.
 - `jvp.py`: Jacobian-vector products, by which a tangent is pushed through the model.
-- `projections.py`: norms, estimated from the products.
-- `sketch_probe.py`: what the first rows show of a model, and the checks of its products.
+- `projections.py`: norms, estimated from these products.
+- `sketch_probe.py`: facts about a model, measured on its first rows, and the checks of the products.
 """

@@ -1,8 +1,9 @@
 """Jacobian-vector products J s of the logits with a tangent s on the weights.
 
-`forward_mode` is exact and takes one pass with dual numbers. `central_difference` is for models
-that forward mode cannot run. `find_jvp_function` (`sketch_probe.py`) compares either with plain
-autograd before its results are used.
+J is the Jacobian of the logits with respect to the parameters. `forward_mode` is exact and takes one
+pass with dual numbers. `central_difference` is for models that forward mode cannot run.
+`find_jvp_function` (`sketch_probe.py`) compares either with plain autograd before its results are
+used.
 """
 
 import warnings
@@ -25,18 +26,19 @@ from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.sketching.tangents import Tangent
 from qualms.gradients.tracing.rules.recurrent_layers import Unrolled
 
-# Names of the positional parameters of torch's functions, up to the last one that is read here.
+# The names of the positional parameters of torch's functions, up to the last one that is read here.
 ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
 ATEN_EMBEDDING = ("weight", "indices", "padding_idx", "scale_grad_by_freq")
-# Weights up to this size are copied, with their tangents, to the memory format of the input.
+# Weights of at most so many bytes are copied, with their tangents, to the input's memory format.
 MAX_FORMATTED_BYTES = 2**24
 
 
 class Jvp(NamedTuple):
     """The logits of a batch of rows, and their derivative J s along a tangent s on the weights.
 
-    Both are [k, rows, c] if `forward_mode` was given k tangents.
+    J is the Jacobian of the logits. Both fields are [k, rows, c] if `forward_mode` was given k
+    stacked tangents.
     """
 
     logits: Float[Tensor, "rows c"]
@@ -50,54 +52,63 @@ def forward_mode(
     model: nn.Module,
     model_input: ModelInput,
     tangent: Tangent,
-    several: bool = False,
+    is_stacked: bool = False,
 ) -> Jvp:
-    """Compute the exact J s by one pass with dual numbers (`torch.func.jvp`).
+    """Compute the exact derivative J s by one pass with dual numbers (`torch.func.jvp`).
+
+    J is the Jacobian of the logits with respect to the parameters.
 
     Args:
         model: the model, inside `preserve_state`.
         model_input: the rows to run.
         tangent: the tangent s, by the parameter's name.
-        several: whether `tangent` holds k tangents, [k, …] for each parameter; logits and
+        is_stacked: whether `tangent` holds k tangents, [k, …] for each parameter; logits and
             derivative are then [k, rows, c].
     """
-    x = batch_tensors(model_input.batch)[0]
+    images = batch_tensors(model_input.batch)[0]  # if the model takes images at all
     nbytes = sum(s.nbytes for s in tangent.values())
-    convert = _is_channels_last(x) and nbytes <= MAX_FORMATTED_BYTES
+    to_channels_last = _is_channels_last(images) and nbytes <= MAX_FORMATTED_BYTES
 
     def reformat(t: Tensor) -> Tensor:
-        """Copy a convolution kernel, or its tangent, to channels-last if the images are."""
-        if convert and t.ndim == 4:
+        """Copy the weight of a convolution, or its tangent, to channels-last if the images are."""
+        if to_channels_last and t.ndim == 4:
             return t.contiguous(memory_format=torch.channels_last)
         return t
 
-    theta: Tangent = {}
+    weights: dict[str, Tensor] = {}
     tangents: Tangent = {}
     for name, s in tangent.items():
-        theta[name] = reformat(model.get_parameter(name).detach())
+        weights[name] = reformat(model.get_parameter(name).detach())
         tangents[name] = reformat(s)
-    logits_at = LogitsAt(model)
-    jvp = partial(torch.func.jvp, lambda values: logits_at(values, model_input), (theta,))
+    logits_at = partial(LogitsAt(model), model_input=model_input)
+
+    def jvp(s: Tangent) -> Any:
+        """Compute the logits and their derivative along a single tangent s."""
+        return torch.func.jvp(logits_at, (weights,), (s,))
+
     with (
         torch.no_grad(),
         warnings.catch_warnings(),
+        # Operations whose own forward-mode derivative is missing or not what autograd computes.
         attention_with_forward_rule(),
         ConstantPadding(),
         Unrolled(),
     ):
-        # torch warns of the rules that it compiles on first use.
+        # torch warns about the rules that it compiles on first use.
         warnings.simplefilter("ignore", DeprecationWarning)
-        if several:
+        if is_stacked:
             # "same": noise on embeddings is drawn inside the pass, one draw for all tangents.
-            jvp_of_each = torch.vmap(lambda s: jvp((s,)), randomness="same")
-            pair: Any = jvp_of_each(tangents)
+            logits, derivative = torch.vmap(jvp, randomness="same")(tangents)
         else:
-            pair = jvp((tangents,))
-    return Jvp(pair[0].detach(), pair[1].detach())
+            logits, derivative = jvp(tangents)
+    return Jvp(logits.detach(), derivative.detach())
 
 
 def _is_channels_last(x: Tensor) -> bool:
-    """Whether `x` is a batch of images stored in channels-last format, and not contiguous too."""
+    """Whether `x` is a batch of images [b, channels, height, width] in channels-last format.
+
+    Images of one channel or one pixel are in both formats; these do not count.
+    """
     if x.ndim != 4 or x.is_contiguous():
         return False
     return x.is_contiguous(memory_format=torch.channels_last)
@@ -107,7 +118,8 @@ def _is_channels_last(x: Tensor) -> bool:
 def central_difference(model: nn.Module, model_input: ModelInput, tangent: Tangent) -> Jvp:
     """Approximate J s by (z(θ + εs) - z(θ - εs)) / 2ε, in double precision.
 
-    Takes three passes: the logits at the unchanged weights are returned too.
+    z(θ) are the logits at the weights θ, and J is their Jacobian. Takes three passes: the logits
+    z(θ) are returned too.
 
     Args:
         model: the model, inside `preserve_state`.
@@ -115,7 +127,7 @@ def central_difference(model: nn.Module, model_input: ModelInput, tangent: Tange
         tangent: the tangent s, by the parameter's name.
     """
     logits_at = LogitsAt(model)
-    state: Tangent = {}
+    state: dict[str, Tensor] = {}
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         state[name] = _to_double(t)
     batch = model_input.batch
@@ -123,31 +135,34 @@ def central_difference(model: nn.Module, model_input: ModelInput, tangent: Tange
     model_input = replace(model_input, batch=doubles)
     tangent = {name: s.double() for name, s in tangent.items()}
 
-    def logits_after(step: float, keep_padding: ConstantPadding) -> Tensor:
-        """Compute z(θ + step · s); `keep_padding` records or replaces embeddings of padding."""
+    def logits_after(step: float, constant_padding: ConstantPadding) -> Tensor:
+        """Compute the logits at the weights θ + step · s, inside `constant_padding`."""
         moved = {name: state[name] + step * s for name, s in tangent.items()}
-        with keep_padding:
+        with constant_padding:
             return logits_at(state | moved, model_input)
 
     step = _difference_step(state, tangent)
-    padding: list[Tensor] = []
-    z = logits_after(0.0, ConstantPadding(record=padding))
-    ahead = logits_after(step, ConstantPadding(constants=padding))
-    behind = logits_after(-step, ConstantPadding(constants=padding))
-    return Jvp(z, (ahead - behind) / (2 * step))
+    embeddings: list[Tensor] = []  # at the unchanged weights
+    z = logits_after(0.0, ConstantPadding(record=embeddings))
+    z_ahead = logits_after(step, ConstantPadding(constants=embeddings))
+    z_behind = logits_after(-step, ConstantPadding(constants=embeddings))
+    return Jvp(z, (z_ahead - z_behind) / (2 * step))
 
 
-def _difference_step(state: Tangent, tangent: Tangent) -> float:
-    """Choose ε = eps^⅓ ‖θ‖ / ‖s‖, at which a central difference's truncation and rounding balance.
+def _difference_step(state: dict[str, Tensor], tangent: Tangent) -> float:
+    """Choose the step ε = eps^⅓ ‖θ‖ / ‖s‖ of a central difference along a tangent s.
+
+    With eps the machine precision, its truncation and rounding errors are then about equal.
 
     Args:
-        state: parameters and buffers of the model in double precision, by name.
+        state: parameters θ and buffers of the model in double precision, by name.
         tangent: the tangent s, by the parameter's name.
     """
-    size = sum(float(state[name].square().sum()) for name in tangent) ** 0.5  # ‖θ‖
-    length = sum(float(s.square().sum()) for s in tangent.values()) ** 0.5  # ‖s‖
+    weights_norm = sum(float(state[name].square().sum()) for name in tangent) ** 0.5  # ‖θ‖
+    tangent_norm = sum(float(s.square().sum()) for s in tangent.values()) ** 0.5  # ‖s‖
     eps = torch.finfo(torch.double).eps
-    return eps ** (1 / 3) * max(size, 1e-3) / max(length, 1e-30)
+    # The limits keep the step above 0 and finite if all entries are 0.
+    return eps ** (1 / 3) * max(weights_norm, 1e-3) / max(tangent_norm, 1e-30)
 
 
 def _to_double(t: Tensor) -> Tensor:
@@ -164,8 +179,9 @@ JVP_FUNCTIONS: dict[str, JvpFunction] = {
 class LogitsAt:
     """Computes the logits of a model with other values of its parameters and buffers.
 
-    Tied tensors are replaced in every module that holds them. `functional_call` with `tie_weights`
-    goes by names instead, and keeps the old weights in a module that is reached by two names.
+    Tied tensors are replaced in every module that holds them. torch's `functional_call` with
+    `tie_weights=True` goes by names instead, and keeps the old weights in a module that is reached
+    by two names.
 
     Args:
         model: the model; its tensors are not changed.
@@ -173,26 +189,31 @@ class LogitsAt:
 
     def __init__(self, model: nn.Module) -> None:
         tensors = (*model.named_parameters(), *model.named_buffers())
-        names = {id(t): name for name, t in tensors}
-        self.inner = _LogitsModule(model)
-        # Pairs of a tensor's name in `inner` and its name in the model. A tied tensor has several
-        # names in `inner`, and one in the model.
-        self.places: list[tuple[str, str]] = []
-        for owner, m in self.inner.named_modules():
-            for named in (m.named_parameters, m.named_buffers):
-                for place, t in named(owner, recurse=False, remove_duplicate=False):
-                    self.places.append((place, names[id(t)]))
+        name_in_model = {id(t): name for name, t in tensors}
+        self.wrapper = _LogitsModule(model)
+        # Pairs of a tensor's name in `wrapper` and its name in the model. A tied tensor has several
+        # names in `wrapper`, one for each module that holds it, and a single one in the model.
+        self.names: list[tuple[str, str]] = []
+        for prefix, module in self.wrapper.named_modules():
+            for named_tensors in (module.named_parameters, module.named_buffers):
+                # `remove_duplicate=False` lists a tensor under all of its names.
+                for name, t in named_tensors(prefix, recurse=False, remove_duplicate=False):
+                    self.names.append((name, name_in_model[id(t)]))
 
     def __call__(self, values: dict[str, Tensor], model_input: ModelInput) -> Tensor:
-        """Compute the logits.
+        """Compute the logits [rows, c] at given values of parameters and buffers.
 
         Args:
-            values: parameters and buffers by name; those left out keep the model's values.
+            values: values of parameters and buffers, by their name in the model; those that are
+                missing keep the model's values.
             model_input: the rows to run.
         """
-        replacements = {place: values[name] for place, name in self.places if name in values}
+        replacements: dict[str, Tensor] = {}
+        for name_in_wrapper, name_in_model in self.names:
+            if name_in_model in values:
+                replacements[name_in_wrapper] = values[name_in_model]
         logits: Tensor = torch.func.functional_call(
-            self.inner,
+            self.wrapper,
             replacements,
             (model_input,),
             tie_weights=False,
@@ -201,13 +222,13 @@ class LogitsAt:
 
 
 class _LogitsModule(nn.Module):
-    """A module that takes rows and returns checked logits, for `functional_call`."""
+    """A module that takes rows and returns checked logits, as `functional_call` needs a module."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        # For this wrapper only: `eval()` would also call the `train` of the model's modules, which
-        # are in evaluation mode already and may override it.
+        # Evaluation mode for this wrapper only. `eval()` would also call the method `train` of the
+        # model's modules, which are in evaluation mode already and may override it.
         self.training = False
 
     def forward(self, model_input: ModelInput) -> Tensor:
@@ -219,16 +240,17 @@ class _LogitsModule(nn.Module):
 
 
 class ConstantPadding(CallMode):
-    """A function mode in which the embedding of padding is constant.
+    """A function mode in which embeddings of padding tokens do not depend on the weights.
 
-    Autograd gives the padding row of an embedding no gradient, so the embedding of padding must
-    have no tangent, though other uses of the same weight do. In a central difference it keeps the
-    value that it has at the unchanged weights.
+    Autograd gives the padding row of an embedding's weight no gradient, so embeddings of padding
+    must have no tangent, though other uses of the same weight do. In a central difference they keep
+    the values that they have at the unchanged weights.
 
     Args:
-        record: list to which the outputs of embeddings with padding are appended.
-        constants: recorded outputs, from which the values at padding are taken; by default the
-            current output, detached.
+        record: a list to which the outputs of embeddings with padding are appended; None if they
+            are not recorded.
+        constants: recorded outputs, from which the values at padding are taken; by default those of
+            the current output, detached.
     """
 
     def __init__(
@@ -241,51 +263,54 @@ class ConstantPadding(CallMode):
         self.constants = iter(constants)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func`; in an embedding's output, values at padding are replaced by constants."""
-        out = run_function(func, args, kwargs)
+        """Call `func`; if it is an embedding, replace values at padding by constants."""
+        output = run_function(func, args, kwargs)
         if name_of(func) != "embedding":
-            return out
+            return output
+        # `F.embedding` and the function in exported graphs order their arguments differently.
         is_functional = func is F.embedding
-        # The functional form and the one in exported graphs order their arguments differently.
         names = EMBEDDING if is_functional else ATEN_EMBEDDING
         arguments = bind_arguments(names, args, kwargs)
         if arguments.get("scale_grad_by_freq"):
             raise QualmsError("an embedding scales its gradients by frequency; use engine='exact'.")
         padding = arguments.get("padding_idx")
-        # Below 0, aten's index means no padding; the functional form counts it from the end.
+        # An index below 0 counts from the end in `F.embedding`; in aten it means no padding.
         if padding is None or (padding < 0 and not is_functional):
-            return out
+            return output
         if self.record is not None:
-            self.record.append(out)
-        constant = next(self.constants, out.detach())
-        ids = arguments["input" if is_functional else "indices"]
-        is_padding = ids == padding % len(arguments["weight"])
-        return torch.where(is_padding.unsqueeze(-1), constant, out)
+            self.record.append(output)
+        constant = next(self.constants, output.detach())
+        token_ids = arguments["input" if is_functional else "indices"]
+        is_padding = token_ids == padding % len(arguments["weight"])
+        return torch.where(is_padding.unsqueeze(-1), constant, output)
 
 
 @contextmanager
 def attention_with_forward_rule() -> Iterator[None]:
-    """Inside: attention runs by `Attention`, or by torch's kernel that has a forward-mode rule.
+    """Inside the context, run attention by code that has a forward-mode derivative.
 
-    torch's fused attention kernels, and the fused path of its transformer layers, have none.
+    That is `Attention`, or torch's unfused kernel (`SDPBackend.MATH`). torch's fused attention
+    kernels, and the fused path of its transformer layers, have no such derivative.
     """
     mha: Any = torch.backends.mha
-    before = mha.get_fastpath_enabled()
+    was_enabled = mha.get_fastpath_enabled()
     mha.set_fastpath_enabled(False)
     try:
         with sdpa_kernel(SDPBackend.MATH), DifferentiableAttention():
             yield
     finally:
-        mha.set_fastpath_enabled(before)
+        mha.set_fastpath_enabled(was_enabled)
 
 
 class Attention(torch.autograd.Function):
-    """Attention o = P v, P = softmax(s q kᵀ + mask), with a fast forward-mode derivative.
+    """Attention o = P v, P = softmax(scale · q kᵀ + mask), with a fast forward-mode derivative.
 
-    torch's kernel with a forward rule takes a dozen steps, each over [tokens, tokens]. Here, with
-    A = P ∘ dS, where dS = s (dq kᵀ + q dkᵀ) is one product of [dq q] and [k dk]:
+    torch's kernel with a forward-mode derivative takes a dozen steps, each over [tokens, tokens].
+    Here, for tangents dq, dk and dv,
 
-        do = P dv + A v - r ∘ o,  where r is the sum of each row of A.
+        dS = scale · (dq kᵀ + q dkᵀ), computed as one product of [dq q] and [k dk],
+        A = P ∘ dS, the elementwise product,
+        do = P dv + A v - r ∘ o, where r is the sum of each row of A.
     """
 
     # `forward_mode` maps over several tangents by `vmap`.
@@ -299,78 +324,94 @@ class Attention(torch.autograd.Function):
         mask: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention o, and P, which the derivative needs.
+        """Compute the attention o = P v and P, which the derivative needs.
 
         Args:
             q: queries [..., t, d].
             k: keys [..., u, d].
             v: values [..., u, e].
-            mask: added to the scores; 0 or -inf.
-            scale: s.
+            mask: 0 or -inf, added to the scores scale · q kᵀ [..., t, u]; None for no mask.
+            scale: the factor of the scores.
         """
         scores = (q * scale) @ k.mT
         if mask is None:
             probs = scores.softmax(-1)
         else:
-            # A token whose keys are all masked gets zeros, as in torch.
-            sees_none = (mask == -torch.inf).all(-1, keepdim=True)
-            probs = (scores + mask).softmax(-1).masked_fill(sees_none, 0.0)
+            # A query whose keys are all masked gets zeros, as in torch, instead of NaN.
+            has_no_keys = (mask == -torch.inf).all(-1, keepdim=True)
+            probs = (scores + mask).softmax(-1).masked_fill(has_no_keys, 0.0)
         return probs @ v, probs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Save the tensors and the scale that `jvp` needs."""
+        """Save the tensors and the scale that `jvp` needs.
+
+        Args:
+            ctx: torch's context of this call.
+            inputs: the arguments of `forward`.
+            output: the result of `forward`.
+        """
         q, k, v, _, ctx.scale = inputs
-        out, probs = output
+        o, probs = output
         ctx.mark_non_differentiable(probs)
-        ctx.save_for_forward(q, k, v, out, probs)
+        ctx.save_for_forward(q, k, v, o, probs)
 
     @staticmethod
     def jvp(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *_: Any) -> tuple[Tensor, None]:
         """Push the tangents of q, k and v forward to o; P gets no tangent.
 
+        With A = P ∘ dS (elementwise) and dS = scale · (dq kᵀ + q dkᵀ), the tangent of o is
+        do = P dv + A v - r ∘ o, where r is the sum of each row of A.
+
         Args:
-            ctx: what `setup_context` has saved.
-            dq: tangent of the queries.
-            dk: tangent of the keys.
-            dv: tangent of the values.
-            _: for the mask and the scale; unused.
+            ctx: torch's context, with what `setup_context` saved.
+            dq: the tangent of the queries.
+            dk: the tangent of the keys.
+            dv: the tangent of the values.
+            _: tangents of the mask and the scale, which have none.
+
+        Returns:
+            The tangents of the two results of `forward`.
         """
-        q, k, v, out, probs = ctx.saved_tensors
+        q, k, v, o, probs = ctx.saved_tensors
         left = torch.cat([dq * ctx.scale, q * ctx.scale], -1)
         right = torch.cat([k, dk], -1)
         a = probs * (left @ right.mT)
-        return probs @ dv + a @ v - a.sum(-1, keepdim=True) * out, None
+        d_o = probs @ dv + a @ v - a.sum(-1, keepdim=True) * o
+        return d_o, None
 
 
 class DifferentiableAttention(CallMode):
     """A function mode that runs `Attention` in place of torch's `scaled_dot_product_attention`.
 
-    Calls with dropout, an additive mask or vectors for queries are left to torch.
+    Calls with dropout, a floating-point mask, or a single query vector are left to torch.
     """
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func`, or `Attention` in its place, and return the result."""
+        """Call `func`; if it is torch's attention, run `Attention` in its place."""
         if name_of(func) != "scaled_dot_product_attention":
             return run_function(func, args, kwargs)
         arguments = bind_arguments(ATTENTION, args, kwargs)
         q, k, v = arguments["query"], arguments["key"], arguments["value"]
         mask = arguments.get("attn_mask")
-        # `Attention` has no derivative for a mask of numbers.
+        # A floating-point mask may have a tangent, for which `Attention` has no derivative.
         is_additive = mask is not None and mask.is_floating_point()
         if arguments.get("dropout_p") or q.ndim < 2 or is_additive:
             return run_function(func, args, kwargs)
+        # Grouped queries: several query heads share a head of keys and values.
         if arguments.get("enable_gqa"):
             k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
             v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
         if arguments.get("is_causal"):
-            square = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
-            mask = square.tril()
-        if mask is not None:  # boolean: True where a key is seen
+            all_seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+            mask = all_seen.tril()
+        # From a boolean mask, True where a query sees a key, to numbers that are added.
+        if mask is not None:
             zeros = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
             mask = zeros.masked_fill(~mask, -torch.inf)
         scale = arguments.get("scale")
         if scale is None:
             scale = q.shape[-1] ** -0.5
-        attention: Any = Attention
-        return attention.apply(q, k, v, mask, scale)[0]
+        attention: Any = Attention  # `apply` has no type annotations
+        o, _ = attention.apply(q, k, v, mask, scale)
+        return o

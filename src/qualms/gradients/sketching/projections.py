@@ -1,11 +1,12 @@
-"""Estimates norms from projections on random tangents: the scale of a stable law, from k draws.
+"""Estimates norms from projections on random tangents: the scale of a distribution, from k draws.
 
-A gradient's projection on a random tangent is normal with standard deviation ‖g‖ if the tangent is,
-and Cauchy with scale Σ_l ‖g_l‖ if each layer's part of the tangent is divided by a normal number of
-its own: the normal law adds squares of scales, the Cauchy law adds scales (Indyk, Stable
-distributions, pseudorandom generators, embeddings and data stream computation, J. ACM 2006).
-Tangents of random signs give the variance ‖g‖² as well, and nearly the normal law where g has many
-entries. If g has a single entry, only the correction of bias is wrong, by 1/(4k).
+The projection of a gradient g on a random tangent is normal with standard deviation ‖g‖ if the
+tangent has normal entries. It is Cauchy with scale Σ_l ‖g_l‖ if each layer's part of the tangent is
+divided by a normal number of its own. Where random numbers add up, normal distributions add the
+squares of their scales, and Cauchy distributions add their scales (Indyk, Stable distributions,
+pseudorandom generators, embeddings and data stream computation, J. ACM 2006). Tangents of random
+signs give the variance ‖g‖² as well, and a nearly normal projection where g has many entries. If g
+has a single entry, only the correction of bias is wrong, by 1/(4k).
 """
 
 import math
@@ -16,8 +17,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-Law = Literal["normal", "cauchy"]
+# The distribution of a gradient's projection on a random tangent.
+Distribution = Literal["normal", "cauchy"]
 BISECTION_STEPS = 45
+# Keeps logarithms and quotients finite.
 TINY = torch.finfo(torch.double).tiny
 
 
@@ -26,100 +29,103 @@ class Projections:
     """Projections of gradients on k random tangents, and the norms that they estimate.
 
     Attributes:
-        values: projection of each of m gradients of b samples on each of k tangents.
-        law: distribution of the projections of a gradient.
+        values: the projections of m gradients of each of b samples on each of the k tangents.
+        distribution: the distribution of a gradient's projection on a tangent.
     """
 
     values: Float[Tensor, "k b m"]
-    law: Law
+    distribution: Distribution
 
-    @property
-    def scale(self) -> Float[Tensor, "b m"]:
-        """The estimated norm of each gradient: the scale of the law of its k projections."""
-        if self.law == "normal":
+    def estimate_norms(self) -> Float[Tensor, "b m"]:
+        """Estimate the norm of each gradient: the scale of the distribution of its k projections."""
+        if self.distribution == "normal":
             return normal_scale(self.values)
         return cauchy_scale(self.values)
 
-    @property
-    def square(self) -> Float[Tensor, "b m"]:
-        """The estimated squared norm of each gradient."""
-        if self.law == "normal":
+    def estimate_squared_norms(self) -> Float[Tensor, "b m"]:
+        """Estimate the squared norm of each gradient."""
+        if self.distribution == "normal":
             return self.values.square().mean(0)
-        return self.scale.square()
+        return self.estimate_norms().square()
 
-    def influence(self, scale: Float[Tensor, "b m"], j: int) -> Float[Tensor, "b m"]:
-        """Compute the influence function of projection j: its part in each estimate's error.
+    def influence(self, norms: Float[Tensor, "b m"], j: int) -> Float[Tensor, "b m"]:
+        """Compute the influence of the projections on tangent j on the errors of estimated norms.
 
-        To first order; the sum of the squares over j estimates the variance. Under the Cauchy law,
-        the derivative of log p(t) with respect to log γ is (t² - γ²)/(t² + γ²), with variance 1/2.
+        This is the influence function, the error that one projection t causes, to first order; the
+        sum of its squares over all j estimates the variance. For Cauchy numbers of scale γ with
+        density p, the derivative of log p(t) with respect to log γ is (t² - γ²)/(t² + γ²), with
+        variance 1/2.
 
         Args:
-            scale: the estimated norms γ.
+            norms: the estimated norms γ.
             j: the index of the tangent, from 0 to k - 1.
         """
         k = len(self.values)
-        square = self.values[j].square()
-        scale_square = scale.square()
-        if self.law == "normal":
-            return scale * (square / scale_square.clamp_min(TINY) - 1) / (2 * k)
-        total = (square + scale_square).clamp_min(TINY)
-        return scale * 2 / k * (square - scale_square) / total
+        t_squared = self.values[j].square()
+        norm_squared = norms.square()
+        if self.distribution == "normal":
+            return norms * (t_squared / norm_squared.clamp_min(TINY) - 1) / (2 * k)
+        total = (t_squared + norm_squared).clamp_min(TINY)
+        return norms * 2 / k * (t_squared - norm_squared) / total
 
     def weighted_error(
         self,
-        scale: Float[Tensor, "b m"],
+        norms: Float[Tensor, "b m"],
         weights: Float[Tensor, "b m"],
     ) -> Float[Tensor, " b"]:
-        """Compute the standard error of Σ_m w_m scale_m.
+        """Compute the standard error of Σ_m w_m norm_m, the weighted sum of a sample's norms.
 
         The m estimates share tangents, so their errors are correlated: influences are added up
         over m before they are squared.
 
         Args:
-            scale: the estimated norms.
-            weights: the weights w.
+            norms: the estimated norms.
+            weights: the weights w_m.
         """
-        variance = torch.zeros_like(scale[:, 0])
+        variance = torch.zeros_like(norms[:, 0])
         for j in range(len(self.values)):
-            variance = variance + (weights * self.influence(scale, j)).sum(-1).square()
+            variance = variance + (weights * self.influence(norms, j)).sum(-1).square()
         return variance.sqrt()
 
-    def error(self, scale: Float[Tensor, "b m"]) -> Float[Tensor, "b m"]:
-        """Compute the standard error of each estimated norm, given these norms as `scale`."""
-        variance = torch.zeros_like(scale)
+    def error(self, norms: Float[Tensor, "b m"]) -> Float[Tensor, "b m"]:
+        """Compute the standard error of each of the estimated norms that are passed."""
+        variance = torch.zeros_like(norms)
         for j in range(len(self.values)):
-            variance = variance + self.influence(scale, j).square()
+            variance = variance + self.influence(norms, j).square()
         return variance.sqrt()
 
 
-def normal_scale(t: Float[Tensor, "k b m"]) -> Float[Tensor, "b m"]:
-    """Estimate the standard deviation of k normal draws with mean zero, without bias."""
-    return unbiased_root(t.square().mean(0), len(t))
+def normal_scale(draws: Float[Tensor, "k b m"]) -> Float[Tensor, "b m"]:
+    """Estimate the standard deviation of normal numbers with mean zero from k draws, without bias."""
+    return unbiased_root(draws.square().mean(0), len(draws))
 
 
 def unbiased_root(mean_square: Float[Tensor, "*n"], k: int) -> Float[Tensor, "*n"]:
     """Estimate a standard deviation from the mean square of k normal draws, without bias.
 
-    The root of an average is biased: E sqrt(χ²_k / k) = sqrt(2/k) Γ((k+1)/2) / Γ(k/2).
+    The root of an average is biased: for k draws with variance 1 its expectation is
+    E sqrt(χ²_k / k) = sqrt(2/k) Γ((k+1)/2) / Γ(k/2), by which it is divided here.
     """
     gamma_ratio = math.exp(math.lgamma((k + 1) / 2) - math.lgamma(k / 2))
     return mean_square.sqrt() / (math.sqrt(2 / k) * gamma_ratio)
 
 
-def cauchy_scale(t: Float[Tensor, "k b m"]) -> Float[Tensor, "b m"]:
-    """Estimate the scale γ of Cauchy numbers from k draws by maximum likelihood.
+def cauchy_scale(draws: Float[Tensor, "k b m"]) -> Float[Tensor, "b m"]:
+    """Estimate the scale γ of Cauchy numbers from k draws t_j by maximum likelihood.
 
     The equation Σ_j t_j² / (t_j² + γ²) = k/2 is solved by bisection of log γ² between the smallest
-    and the largest t².
+    and the largest t_j².
     """
-    square = t.square().clamp_min(TINY)  # its logarithm is finite
-    low = square.amin(0).log()
-    high = square.amax(0).log()
+    squares = draws.square().clamp_min(TINY)  # so that the logarithms are finite
+    low = squares.amin(0).log()
+    high = squares.amax(0).log()
     for _ in range(BISECTION_STEPS):
         middle = (low + high) / 2
-        share = square / (square + middle.exp())
-        is_above = share.mean(0) > 0.5
-        low = torch.where(is_above, middle, low)
-        high = torch.where(is_above, high, middle)
-    scale = ((low + high) / 4).exp()  # γ from log γ² = (low + high) / 2
-    return torch.where(t.any(0), scale, 0.0)  # 0 if all draws are 0
+        shares = squares / (squares + middle.exp())
+        is_scale_larger = shares.mean(0) > 0.5
+        low = torch.where(is_scale_larger, middle, low)
+        high = torch.where(is_scale_larger, high, middle)
+    log_square = (low + high) / 2  # log γ²
+    scale = (log_square / 2).exp()
+    # If all draws are 0, so is the scale.
+    return torch.where(draws.any(0), scale, 0.0)

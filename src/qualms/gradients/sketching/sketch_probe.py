@@ -1,4 +1,6 @@
-"""Probes the first rows of a batch before it is sketched, and checks Jacobian-vector products.
+"""Probes the first rows of a batch before it is sketched, and checks Jacobian-vector products J s.
+
+J is the Jacobian of the logits, and a tangent s is a direction in the space of the parameters.
 
 - For a few rows, v·(J s) must equal ⟨Jᵀv, s⟩, with Jᵀv from plain autograd.
 - The J s of a batch must not change when its rows run in other batches. If it does, the rows of the
@@ -14,7 +16,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qualms.errors import QualmsError
-from qualms.gradients.batch import NotBatchable, num_samples, restore_order, strided_groups
+from qualms.gradients.batch import (
+    SAMPLES_INFLUENCE,
+    NotBatchable,
+    num_samples,
+    restore_order,
+    strided_groups,
+)
 from qualms.gradients.fallback import Fallback, attempt
 from qualms.gradients.memory import release_free_memory
 from qualms.gradients.model_input import (
@@ -39,10 +47,10 @@ from qualms.gradients.tracing.param_use import largest_result
 from qualms.gradients.tracing.recorder import Shapes, collapses_rows
 from qualms.gradients.tracing.traced_forward import record_forward, require_uses_that_vary
 
-# Assumed size of a row's largest result where the model cannot be traced.
+# The assumed size of a row's largest result if the model cannot be traced.
 DEFAULT_RESULT_BYTES = 2**22
-# Relative error allowed in a central difference, which is wrong at kinks such as ReLU's; far below
-# the noise of a sketch.
+# The relative error that is allowed in a central difference, which is wrong at kinks such as ReLU's.
+# The noise of a sketch is far larger.
 DIFFERENCE_TOLERANCE = 1e-3
 
 
@@ -51,16 +59,16 @@ DIFFERENCE_TOLERANCE = 1e-3
 
 @dataclass
 class CheckRows:
-    """Rows with their gradients along a random direction of the logits, by plain autograd.
+    """Rows with their gradients Jᵀv along a random direction v of the logits, by plain autograd.
 
-    A direction v of the logits has the gradient Jᵀv, to compare with a tangent's product J s.
+    J is the Jacobian of the logits. For a tangent s on the parameters, ⟨Jᵀv, s⟩ must equal v·(J s).
 
     Attributes:
         model: the model, inside `preserve_state`.
         rows: the rows, each as a batch of one row.
         selected: the selected parameters, by name.
-        gradients: the gradients of each row, by the parameter's name. Empty if they take too much
-            memory; then they are computed again in every iteration.
+        gradients: for each row its gradient, by the parameter's name. An empty list if gradients
+            take too much memory; then they are computed again in every iteration.
     """
 
     model: nn.Module
@@ -70,9 +78,9 @@ class CheckRows:
 
     def __iter__(self) -> Iterator[tuple[ModelInput, dict[str, Tensor]]]:
         """Iterate over the rows, each with its gradient along a random direction of the logits."""
-        for number, row in enumerate(self.rows):
+        for i, row in enumerate(self.rows):
             if self.gradients:
-                yield row, self.gradients[number]
+                yield row, self.gradients[i]
                 continue
             _, gradient = sample_gradients(self.model, row, self.selected, random_direction)
             release_free_memory()  # memory of the row's graph
@@ -81,10 +89,11 @@ class CheckRows:
 
 @dataclass(frozen=True)
 class SketchProbe(ModelProfile):
-    """What the first rows show of a model; `ModelProfile` has further attributes.
+    """Facts about a model, measured on its first rows; `ModelProfile` has further attributes.
 
     Attributes:
-        counted: names of the parameters whose layers count in a score.
+        counted: the names of the parameters of all layers that count in a score, layer by layer
+            from the input on.
         compare_alone: whether each row of a batch has to be checked against a pass on that row
             alone. Otherwise passes on two halves of the batch are enough to show whether rows
             influence each other.
@@ -98,81 +107,89 @@ def probe_rows(
     model: nn.Module,
     model_input: ModelInput,
     selected: dict[str, Tensor],
-    room: int | None = None,
+    max_kept_bytes: int | None = None,
 ) -> tuple[SketchProbe, CheckRows]:
-    """Run a few rows by plain autograd, and trace the first of them.
+    """Run up to three rows of a batch by plain autograd, and trace the first of them.
 
     Args:
         model: the model, inside `preserve_state`.
         model_input: a batch of rows.
         selected: the selected parameters, by name.
-        room: limit in bytes for keeping the rows' gradients; None for no limit.
+        max_kept_bytes: keep the gradients of the rows if they take at most so many bytes; None for
+            no limit.
 
     Returns:
-        What the rows show of the model, and the rows that products are checked on.
+        Facts about the model; and the rows that were run, with their gradients.
 
     Raises:
-        QualmsError: if the model gives other logits the second time, or uses none of the selected
+        QualmsError: if a second run of a row gives other logits, or no row uses any of the selected
             parameters.
     """
     first = FirstSample.of(model, model_input, selected)
-    others = _other_rows(model_input)
+    other_rows = _select_other_rows(model_input)
     # One gradient takes as much memory as the parameters.
     gradient_bytes = sum(p.nbytes for p in selected.values())
-    keep = room is None or (1 + len(others)) * gradient_bytes <= room
-    used = set(first.gradient)
-    gradients = [first.gradient] if keep else []
-    if not keep:
-        first = replace(first, gradient={})
-    for row in others:
+    all_bytes = (1 + len(other_rows)) * gradient_bytes
+    keeps_gradients = max_kept_bytes is None or all_bytes <= max_kept_bytes
+    used_names = set(first.gradient)
+    gradients = [first.gradient] if keeps_gradients else []
+    if not keeps_gradients:
+        first = replace(first, gradient={})  # frees the gradient
+    for row in other_rows:
         logits, gradient = sample_gradients(model, row, selected, random_direction)
         check_repeatable(model, row, logits)
-        used |= set(gradient)
-        if keep:
+        used_names |= set(gradient)
+        if keeps_gradients:
             gradients.append(gradient)
+        # Free its memory before the next row runs, unless the list keeps it.
         del gradient
-    if not used:
+    if not used_names:
+        # Raises the error.
         require_uses_that_vary(model, model_input)
-    check_rows = CheckRows(model, [first.rows, *others], selected, gradients)
-    return _trace_first(first, model_input, selected, used, model), check_rows
+    check_rows = CheckRows(model, [first.rows, *other_rows], selected, gradients)
+    probe = _trace_first_row(first, model_input, selected, used_names, model)
+    return probe, check_rows
 
 
-def _other_rows(model_input: ModelInput) -> list[ModelInput]:
-    """Select the first row of the middle sample and the very last row, without row 0."""
-    rows = num_samples(model_input.batch)
-    samples = list(range(0, rows, model_input.rows_per_sample))
-    numbers = {samples[len(samples) // 2], rows - 1} - {0}
-    return [model_input.take([number]) for number in sorted(numbers)]
+def _select_other_rows(model_input: ModelInput) -> list[ModelInput]:
+    """Select two more rows to probe besides row 0: the middle sample's first row, and the last row.
+
+    Fewer if these are row 0 or the same row.
+    """
+    num_rows = num_samples(model_input.batch)
+    first_rows = range(0, num_rows, model_input.rows_per_sample)  # of each sample
+    middle = first_rows[len(first_rows) // 2]
+    indices = {middle, num_rows - 1} - {0}
+    return [model_input.take([index]) for index in sorted(indices)]
 
 
-def _trace_first(
+def _trace_first_row(
     first: FirstSample,
     model_input: ModelInput,
     selected: dict[str, Tensor],
-    used: set[str],
+    used_names: set[str],
     model: nn.Module,
 ) -> SketchProbe:
     """Trace the first row to find sizes of results, order of layers, and how to check batches.
 
     Args:
-        first: logits and gradients of the first row, by plain autograd.
+        first: the first row of the batch, with its logits by plain autograd.
         model_input: a batch of rows.
         selected: the selected parameters, by name.
-        used: names of the parameters that at least one of the check rows uses.
+        used_names: the names of the parameters that at least one of the probed rows uses.
         model: the model, inside `preserve_state`.
 
     Returns:
         The probe. If the first row cannot be traced, the probe is conservative: all selected
         parameters count, and each row is compared with a pass on that row alone.
     """
-    classes, logits_bytes = first.logits.shape[1], first.logits.nbytes
+    num_classes, logits_bytes = first.logits.shape[1], first.logits.nbytes
     trace = partial(record_forward, model, first.rows, selected)
     recorder = attempt("trace the first sample", trace)
     if isinstance(recorder, Fallback):
-        largest = max(DEFAULT_RESULT_BYTES, logits_bytes)
         return SketchProbe(
-            classes,
-            largest,
+            num_classes,
+            largest_result=max(DEFAULT_RESULT_BYTES, logits_bytes),
             channels_last=False,
             precision=first.precision,
             counted=list(selected),
@@ -181,55 +198,66 @@ def _trace_first(
     largest = max(largest_result(recorder.param_uses), logits_bytes)
     order, shapes = recorder.use_order, recorder.shapes
     del recorder  # frees the graph
-    channels_last = _takes_channels_last(model, first, selected)
-    compare_alone = not order.fixed or _mixes_rows(model, model_input, shapes, selected)
-    counted = order.relevant(used, selected)
-    return SketchProbe(classes, largest, channels_last, first.precision, counted, compare_alone)
+    return SketchProbe(
+        num_classes,
+        largest_result=largest,
+        channels_last=_can_use_channels_last(model, first, selected),
+        precision=first.precision,
+        counted=order.relevant(used_names, selected),
+        compare_alone=not order.fixed or _mixes_rows(model, model_input, shapes, selected),
+    )
 
 
 def _mixes_rows(
     model: nn.Module,
     model_input: ModelInput,
-    shapes_of_one: Sequence[Shapes],
+    shapes_of_one_row: Sequence[Shapes],
     selected: dict[str, Tensor],
 ) -> bool:
-    """Whether the model computes something from several rows at once, such as a maximum.
+    """Whether the model computes something from several rows at once, such as a maximum over rows.
 
-    The result of such an operation has the same shape in a pass over two rows as in one over one.
+    The result of such an operation has the same shape in a pass over two rows as over one row.
 
     Args:
         model: the model, inside `preserve_state`.
         model_input: a batch of rows, of which the first two are run.
-        shapes_of_one: names and shapes of the operations in a pass on one row.
+        shapes_of_one_row: the names and shapes of the operations in a pass over one row.
         selected: the selected parameters, by name.
 
     Returns:
-        True also if the pass over two rows cannot be traced.
+        False for a batch of a single row; True if the pass over two rows cannot be traced.
     """
     if num_samples(model_input.batch) == 1:
         return False
     trace = partial(record_forward, model, model_input.take([0, 1]), selected)
     recorder = attempt("trace two samples", trace)
-    return isinstance(recorder, Fallback) or collapses_rows(shapes_of_one, recorder.shapes)
+    return isinstance(recorder, Fallback) or collapses_rows(shapes_of_one_row, recorder.shapes)
 
 
-def _takes_channels_last(model: nn.Module, first: FirstSample, selected: dict[str, Tensor]) -> bool:
+def _can_use_channels_last(
+    model: nn.Module, first: FirstSample, selected: dict[str, Tensor]
+) -> bool:
     """Whether forward mode gives the same logits with the images in channels-last format.
 
     A model that takes views of a convolution's result may fail in that format.
+
+    Args:
+        model: the model, inside `preserve_state`.
+        first: the first row of a batch, with its logits by plain autograd.
+        selected: the selected parameters, by name.
     """
     if not wants_channels_last(first.rows):
         return False
-    # Only the logits are compared, so any tangent will do: the weights are at hand.
-    weights = {name: p.detach() for name, p in selected.items()}
+    # Only the logits are compared, so the tangent does not matter; the weights serve as one.
+    any_tangent = {name: p.detach() for name, p in selected.items()}
 
     def compare() -> bool:
         """Run the first row in channels-last format, and compare its logits."""
-        z, _ = forward_mode(model, in_channels_last(first.rows), weights)
+        z, _ = forward_mode(model, in_channels_last(first.rows), any_tangent)
         return close_logits(z, first.logits, first.precision)
 
-    same = attempt("run forward mode in channels-last format", compare)
-    return not isinstance(same, Fallback) and same
+    is_same = attempt("run forward mode in channels-last format", compare)
+    return not isinstance(is_same, Fallback) and is_same
 
 
 # Checking Jacobian-vector products before any of them is used.
@@ -239,12 +267,12 @@ def find_jvp_function(probe: SketchProbe, check_rows: CheckRows, tangent: Tangen
     """Choose the first of `JVP_FUNCTIONS` that agrees with plain autograd on all check rows.
 
     Args:
-        probe: what the first rows show of the model.
+        probe: facts about the model, measured on its first rows.
         check_rows: rows with their gradients by plain autograd.
         tangent: the tangent s to check with.
 
     Returns:
-        The function, which computes J s of a batch.
+        The function, which computes J s of a batch, with J the Jacobian of the logits.
 
     Raises:
         QualmsError: if none of the functions agrees.
@@ -252,10 +280,11 @@ def find_jvp_function(probe: SketchProbe, check_rows: CheckRows, tangent: Tangen
     reasons: list[str] = []
     for name, function in JVP_FUNCTIONS.items():
         compare = partial(_describe_mismatch, function, probe, check_rows, tangent)
-        why = attempt("push a tangent through the model", compare)
-        if why is None:
+        mismatch = attempt("push a tangent through the model", compare)
+        if mismatch is None:
             return function
-        reasons.append(f"{name}: {why.reason if isinstance(why, Fallback) else why}")
+        reason = mismatch.reason if isinstance(mismatch, Fallback) else mismatch
+        reasons.append(f"{name}: {reason}")
     raise QualmsError(
         f"engine='sketch' cannot push tangents through this model ({'; '.join(reasons)}); use "
         "engine='exact'."
@@ -267,9 +296,11 @@ def _describe_mismatch(
 ) -> str | None:
     """Compare v·(J s) with ⟨Jᵀv, s⟩ for all check rows, for a random direction v of the logits.
 
+    J is the Jacobian of the logits.
+
     Args:
         function: computes J s.
-        probe: what the first rows show of the model.
+        probe: facts about the model, measured on its first rows.
         check_rows: rows with Jᵀv by plain autograd.
         tangent: the tangent s.
 
@@ -278,18 +309,20 @@ def _describe_mismatch(
     """
     for row, gradient in check_rows:
         z, dz = function(check_rows.model, probe.reformat(row), tangent)
+        # `random_direction` gives the v that the gradients of the check rows belong to.
         have = float((random_direction(z).flatten() * dz.double().flatten()).sum())
-        want = square = 0.0
+        want = sum_of_squares = 0.0
         for name, g in gradient.items():
             if name in tangent:
                 terms = g.double().flatten() * tangent[name].double().flatten()
                 want += float(terms.sum())
-                # Bounds rounding where terms cancel.
-                square += float(terms.square().sum())
-        tolerance = DIFFERENCE_TOLERANCE
-        if function is forward_mode:
-            tolerance = tolerance_of(coarser(dz.dtype, probe.precision))
-        magnitude = max(square**0.5, abs(want))
+                sum_of_squares += float(terms.square().sum())
+        is_exact = function is forward_mode
+        precision = coarser(dz.dtype, probe.precision)
+        tolerance = tolerance_of(precision) if is_exact else DIFFERENCE_TOLERANCE
+        # Where terms cancel, rounding errors are relative to the terms, not to their sum.
+        magnitude = max(sum_of_squares**0.5, abs(want))
+        # `not <=`: NaN counts as a mismatch.
         if not abs(have - want) <= tolerance * magnitude:
             return f"it gives {have:.3g}, plain autograd {want:.3g}"
     return None
@@ -297,11 +330,13 @@ def _describe_mismatch(
 
 @dataclass
 class CheckedJvp:
-    """How to compute J s for one batch, and the products for the first tangent.
+    """How to compute the products J s for one batch, and those with the first tangent s.
+
+    J is the Jacobian of the logits.
 
     Attributes:
         function: computes J s with all rows at once, or one at a time if rows influence each other.
-        first: logits and products with the tangent that the batch was checked with.
+        first: the logits, and J s for the tangent that the batch was checked with.
     """
 
     function: JvpFunction
@@ -319,36 +354,37 @@ def check_batches(
     """Check each batch, and decide whether its rows can run at once or must run one at a time.
 
     Args:
-        function: computes J s of a batch.
+        function: computes J s of a batch, with J the Jacobian of the logits.
         model: the model, inside `preserve_state`.
-        probe: what the first rows show of the model.
+        probe: facts about the model, measured on its first rows.
         batches: the batches of rows.
         tangent: the tangent s to check with.
-        cache: cache that warns the user, once, if rows run one at a time.
+        cache: the cache of the model, which warns the user, once, if rows run one at a time.
 
     Returns:
-        For each batch, how to compute its products, and those with `tangent`.
+        For each batch, how to compute its products J s, and those with `tangent`.
     """
 
     def run_together(model_input: ModelInput) -> Jvp:
-        """Run the rows at once; raises NotBatchable if they influence each other."""
+        """Run the rows at once; raise `NotBatchable` if they influence each other."""
         together = function(model, model_input, tangent)
         _require_independent_rows(function, model, probe, model_input, tangent, together)
         return together
 
-    one_by_one = _in_groups(function)
+    one_by_one = _wrap_in_groups(function, num_groups=None)
     checked: list[CheckedJvp] = []
     for model_input in batches:
         if num_samples(model_input.batch) == 1:
-            checked.append(CheckedJvp(function, function(model, model_input, tangent)))
+            product = function(model, model_input, tangent)
+            checked.append(CheckedJvp(function, product))
             continue
         together = attempt("push a tangent through a batch", partial(run_together, model_input))
         if isinstance(together, Fallback):
-            # If the model itself fails, not the batching, the rows one by one raise its error.
             cache.warn_slow(together)
-            first = one_by_one(model, model_input, tangent)
+            # If the model itself fails, not the batching, this raises its error.
+            product = one_by_one(model, model_input, tangent)
             _require_repeatable_rows(model, model_input)
-            checked.append(CheckedJvp(one_by_one, first))
+            checked.append(CheckedJvp(one_by_one, product))
         else:
             checked.append(CheckedJvp(function, together))
     return checked
@@ -364,59 +400,64 @@ def _require_independent_rows(
 ) -> None:
     """Raise `NotBatchable` if logits or J s of a row depend on the batch that the row runs in.
 
+    J is the Jacobian of the logits.
+
     Args:
         function: computes J s of a batch.
         model: the model, inside `preserve_state`.
-        probe: what the first rows show of the model.
+        probe: facts about the model, measured on its first rows.
         model_input: the batch of rows.
         tangent: the tangent s.
-        together: logits and J s of all rows in one batch.
+        together: the logits and J s of all rows in one batch.
     """
     precision = together.logits.dtype
     if function is forward_mode:
         precision = coarser(precision, probe.precision)
     # One row at a time, or two halves of the batch.
-    groups = None if probe.compare_alone else 2
-    apart = _in_groups(function, groups)(model, model_input, tangent)
+    num_groups = None if probe.compare_alone else 2
+    run_in_groups = _wrap_in_groups(function, num_groups)
+    in_groups = run_in_groups(model, model_input, tangent)
     if probe.compare_alone:
         _require_repeatable_rows(model, model_input)
-    same = same_products(apart, together, precision)
-    for row in rows_to_run_alone(num_samples(model_input.batch)):
-        alone = function(model, model_input.take([row]), tangent)
-        of_row = Jvp(together.logits[row : row + 1], together.derivative[row : row + 1])
-        same = same and same_products(alone, of_row, precision)
-    if not same:
-        raise NotBatchable("the samples of a batch influence each other")
+    is_same = same_products(in_groups, together, precision)
+    for i in rows_to_run_alone(num_samples(model_input.batch)):
+        alone = function(model, model_input.take([i]), tangent)
+        # Slices, as `alone` has an axis of rows.
+        in_batch = Jvp(together.logits[i : i + 1], together.derivative[i : i + 1])
+        is_same = is_same and same_products(alone, in_batch, precision)
+    if not is_same:
+        raise NotBatchable(SAMPLES_INFLUENCE)
 
 
 def same_products(have: Jvp, want: Jvp, precision: torch.dtype) -> bool:
-    """Whether logits and J s are equal up to rounding in the type `precision`."""
+    """Whether two results have equal logits and derivatives, up to rounding in dtype `precision`."""
     if not close_logits(have.logits, want.logits, precision):
         return False
     return close(have.derivative, want.derivative, precision)
 
 
 def _require_repeatable_rows(model: nn.Module, model_input: ModelInput) -> None:
-    """Run each row twice, alone, and raise QualmsError if the logits differ."""
-    for number in range(num_samples(model_input.batch)):
-        row = model_input.take([number])
+    """Run each row twice, alone, and raise a QualmsError if the logits differ."""
+    for index in range(num_samples(model_input.batch)):
+        row = model_input.take([index])
         check_repeatable(model, row, forward_logits(model, row))
 
 
-def _in_groups(function: JvpFunction, groups: int | None = None) -> JvpFunction:
-    """Wrap a function so that it runs the rows in several smaller batches.
+def _wrap_in_groups(function: JvpFunction, num_groups: int | None) -> JvpFunction:
+    """Wrap a function so that it runs the rows of a batch in several smaller batches.
 
     Args:
-        function: computes J s of a batch.
-        groups: number of batches that the rows are split into; None for one row per batch.
+        function: computes the logits of a batch and their derivative along a tangent.
+        num_groups: the number of smaller batches; None for one row per batch.
     """
 
-    def run(model: nn.Module, model_input: ModelInput, tangent: Tangent) -> Jvp:
-        """Run the smaller batches, and put logits and J s back in the order of the rows."""
-        rows = num_samples(model_input.batch)
-        dealt = strided_groups(rows, groups or rows)
-        parts = [function(model, model_input.take(group), tangent) for group in dealt]
-        logits = restore_order([part.logits for part in parts], dealt)
-        return Jvp(logits, restore_order([part.derivative for part in parts], dealt))
+    def run_in_groups(model: nn.Module, model_input: ModelInput, tangent: Tangent) -> Jvp:
+        """Run the smaller batches, and put the results back in the order of the rows."""
+        num_rows = num_samples(model_input.batch)
+        groups = strided_groups(num_rows, num_groups or num_rows)
+        products = [function(model, model_input.take(group), tangent) for group in groups]
+        logits = restore_order([product.logits for product in products], groups)
+        derivative = restore_order([product.derivative for product in products], groups)
+        return Jvp(logits, derivative)
 
-    return run
+    return run_in_groups

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from qualms.errors import reason
-from qualms.gradients.batch import NotBatchable, each_tensor, tensors_in
+from qualms.gradients.batch import NotBatchable, map_tensors, tensors_in
 from qualms.gradients.function_modes import run_function
 from qualms.gradients.precision import same_values
 from qualms.gradients.tracing.factors import GradFactor, Summed
@@ -99,7 +99,7 @@ class OpCall:
         Raises:
             NotBatchable: if the operation does not take the shapes of the replacements.
         """
-        args, kwargs = each_tensor((self.args, self.kwargs), replace)
+        args, kwargs = map_tensors((self.args, self.kwargs), replace)
         try:
             return run_function(self.func, args, kwargs)
         # A RuntimeError too, but not about shapes.
@@ -111,7 +111,7 @@ class OpCall:
             if self.recorder.trace_pair is None:
                 raise
             raise NotBatchable(
-                f"{self.use.name} cannot run on one row at a time: {reason(error)}"
+                f"{self.use.name} cannot run on one sample at a time: {reason(error)}"
             ) from error
 
     def add_factor(
@@ -169,6 +169,7 @@ class OpCall:
 
     def value_on_one_row(self, t: Tensor) -> Tensor:
         """Return the tensor that stood in place of argument `t` in the pass over a single row."""
+        # Without a pair of traces, this pass itself is over a single row.
         if self.recorder.trace_pair is None:
             return t
         return self._find_in_trace_pair()[0].arguments[self.use.index_of(t)]
@@ -255,7 +256,7 @@ class OpCall:
         params = [t for t in self.use.arguments if self.is_param(t)]
         copies, argument_nodes = self._copy_params()
         # Views are cloned for the reason that `run` states.
-        out = each_tensor(self._run_with_copies(copies), lambda t: t.clone() if t._is_view() else t)
+        out = map_tensors(self._run_with_copies(copies), lambda t: t.clone() if t._is_view() else t)
         results = [t for t in tensors_in(out) if t.requires_grad]
         if not results:
             raise NotBatchable(f"no result of {self.use.name} is differentiable")
@@ -274,7 +275,7 @@ class OpCall:
 
     def _run_with_copies(self, copies: dict[int, Tensor]) -> Any:
         """Run the operation with the tensors whose ids are in `copies` replaced by these copies."""
-        args, kwargs = each_tensor((self.args, self.kwargs), lambda t: copies.get(id(t), t))
+        args, kwargs = map_tensors((self.args, self.kwargs), lambda t: copies.get(id(t), t))
         return run_function(self.func, args, kwargs)
 
     def _copy_params(self) -> tuple[dict[int, Tensor], list[Any]]:
@@ -313,7 +314,7 @@ class OpCall:
         """
         # `add_` changes its argument, `__add__` does not.
         if self.use.name.endswith("_") and not self.use.name.startswith("_"):
-            raise NotBatchable(f"{self.use.name} changes its argument in place")
+            raise NotBatchable(f"{self.use.name} modifies its argument in place")
         layouts = {id(t): self.find_layout(t) for t in self.use.arguments}
         # From the id of a parameter to the edges of its copies, one for each row.
         copy_edges: dict[int, list[GradientEdge]] = {id(param): [] for param in params}

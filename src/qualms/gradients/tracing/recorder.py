@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from qualms.gradients.batch import NotBatchable, each_tensor, tensors_in
+from qualms.gradients.batch import NotBatchable, map_tensors, tensors_in
 from qualms.gradients.fallback import error_note
-from qualms.gradients.function_modes import CallMode, run_function
+from qualms.gradients.function_modes import CallMode, name_of, run_function
 from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.op_call import OpCall
 from qualms.gradients.tracing.param_use import (
@@ -136,7 +136,7 @@ class Recorder(CallMode):
         """
         # Replace the model's parameters by leaves or constants.
         stand_in = self.weights.stand_in
-        args, kwargs = each_tensor((args, kwargs), lambda t: stand_in.get(id(t), t))
+        args, kwargs = map_tensors((args, kwargs), lambda t: stand_in.get(id(t), t))
         tensors = list(tensors_in((args, kwargs)))
         params = [t for t in tensors if id(t) in self._params]
         active = [t for t in tensors if t in self._active]
@@ -194,7 +194,7 @@ class Recorder(CallMode):
             if self.is_param(t):
                 param_indices.add(i)
                 names |= roots(t, self.weights)
-        key = OpKey(full_name(func), frozenset(names))
+        key = OpKey(name_of(func), frozenset(names))
         use = ParamUse(key, self._occurrences[key], tensors, param_indices=param_indices)
         self._occurrences[key] += 1
         if self.trace_pair is None:
@@ -383,14 +383,9 @@ TAKING_TYPE_OR_DEVICE = {
 }
 
 
-def full_name(func: Any) -> str:
-    """Return the name of an operation without its overload: `add_` for `add_.Tensor`."""
-    return str(getattr(func, "__name__", func)).split(".")[0]
-
-
 def bare_name(func: Any) -> str:
     """Return the bare name of an operation: `add` for `add_`, `__add__` and `add.Tensor`."""
-    return full_name(func).strip("_")
+    return name_of(func).strip("_")
 
 
 def is_in_place(func: Any) -> bool:

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from qualms.gradients.batch import NotBatchable
+from qualms.gradients.batch import SAMPLES_MIXED, NotBatchable
 from qualms.gradients.isolation import interrupts
 from qualms.gradients.precision import at_least_float32
 from qualms.gradients.tracing.factors import GradFactor, Summed
@@ -148,7 +148,7 @@ def _is_doubled(unscaled: Tensor, scaled: Tensor) -> Tensor:
     magnitude = 1000 * expected.abs() + 100 * torch.linalg.vector_norm(expected)
     tolerance = torch.finfo(unscaled.dtype).eps * magnitude
     if bool(((scaled - expected).abs() > tolerance).any()):
-        raise NotBatchable("the model mixes samples within a batch")
+        raise NotBatchable(SAMPLES_MIXED)
     return doubled
 
 
@@ -219,15 +219,20 @@ class SampleIds:
             activations: the input of the product, with f features.
             arrange: reshapes the gradient from [b, 1, o, f] to [b, *W.shape], for b samples and o
                 features of the product.
+
+        Returns:
+            The gradient of each sample, an outer product over that sample's positions.
         """
         indices = self._positions_by_sample()
+        product = self.results[0].result  # [*t, o]
         sizes = OuterSizes(
             positions=indices.shape[1],
-            out_features=self.results[0].result.shape[-1],
+            out_features=product.shape[-1],
             in_features=activations.shape[-1],
             groups=1,
         )
         return Outer(
+            # Called with the cotangent; the activations are known, but gathered only when needed.
             grad_outputs=partial(_gather, indices=indices),
             activations=partial(_gather, activations, indices),
             arrange=arrange,
@@ -266,7 +271,7 @@ class SampleIds:
         # NO_SAMPLE is smaller than any id.
         id_of_position = ids.amax(1)
         if bool(((ids != NO_SAMPLE) & (ids != id_of_position.unsqueeze(1))).any()):
-            raise NotBatchable("the model mixes samples within a batch")
+            raise NotBatchable(SAMPLES_MIXED)
         all_ids = torch.arange(self.num_samples, device=ids.device)
         belongs = id_of_position == all_ids.unsqueeze(1)  # [b, positions]
         longest = max(1, int(belongs.sum(1).max()))

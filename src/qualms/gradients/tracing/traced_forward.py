@@ -11,7 +11,7 @@ from qualms.gradients.batch import NotBatchable, batch_tensors, num_samples
 from qualms.gradients.fallback import Fallback, attempt
 from qualms.gradients.isolation import all_parameters_differentiable
 from qualms.gradients.model_input import ModelInput, forward_logits
-from qualms.gradients.single_sample import NO_PATH
+from qualms.gradients.single_sample import require_differentiable
 from qualms.gradients.tracing.factors import merge_slices
 from qualms.gradients.tracing.param_use import (
     InnerNodes,
@@ -56,8 +56,7 @@ def trace_forward(
     recorder.reads_values = any(map(_has_script, model.modules()))
     with all_parameters_differentiable(model):
         logits = forward_logits(model, model_input, recorder)
-        if not logits.requires_grad:
-            raise QualmsError(NO_PATH)
+        require_differentiable(logits)
         require_no_bypass(
             logits, [*model.parameters(), *weights.leaves.values()], recorder.inner_nodes
         )

@@ -210,7 +210,7 @@ class _ConvInput:
     layout: Layout
     num_samples: int
 
-    def by_row(self, t: Tensor) -> Tensor:
+    def rows_first(self, t: Tensor) -> Tensor:
         """Reshape the convolution's input, or a cotangent of its result, to [n, channel, *space].
 
         The images are in the order of the rows. A single image gets the axis n.
@@ -236,7 +236,7 @@ class _ConvInput:
 
             The argument is the cotangent of the convolution's result.
             """
-            delta, images = self.by_row(cotangent), self.by_row(self.input)
+            delta, images = self.rows_first(cotangent), self.rows_first(self.input)
             return depthwise_gradient(delta, images, self.geometry, self.num_samples)
 
         numel = self.weight.numel()
@@ -259,16 +259,16 @@ class _ConvInput:
 
         def arrange_cotangent(cotangent: Tensor) -> Tensor:
             """Reshape the cotangent of the result to [n, t, g, o]."""
-            delta = self.by_row(cotangent).movedim(1, -1)
+            delta = self.rows_first(cotangent).movedim(1, -1)
             return delta.reshape(delta.shape[0], num_positions, groups, out_channels)
 
         def cut_windows() -> Tensor:
             """Copy the windows of the input, as [n, t, g, k·i]."""
-            return extract_windows(self.by_row(self.input), geometry)
+            return extract_windows(self.rows_first(self.input), geometry)
 
         def gram_from_pixels() -> Tensor:
             """Compute the inner products between windows from those between pixels."""
-            images = at_least_float32(self.by_row(self.input))
+            images = at_least_float32(self.rows_first(self.input))
             return window_gram(images, geometry, self.num_samples)
 
         def arrange(grad: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ class _ConvInput:
 
         def compute_directly(cotangent: Tensor) -> Tensor:
             """Compute the gradient of a single sample without copies of the windows."""
-            delta, images = self.by_row(cotangent), self.by_row(self.input)
+            delta, images = self.rows_first(cotangent), self.rows_first(self.input)
             return weight_gradient(delta, images, weight, geometry)
 
         # Inner products between all pixels, or between all windows: whichever is cheaper.
@@ -313,12 +313,12 @@ class _ConvInput:
         num_positions = positions.numel()
 
         def cut_windows(cotangent: Tensor) -> Tensor:
-            """Copy the window of the cotangent at each position t, as [n, t, g, k·o]."""
-            return extract_windows(self.by_row(cotangent), geometry, positions)
+            """Copy the window of the cotangent at each input position t, as [n, t, g, k·o]."""
+            return extract_windows(self.rows_first(cotangent), geometry, positions)
 
         def arrange_input() -> Tensor:
             """Reshape the input to [n, t, g, i]."""
-            images = self.by_row(self.input).movedim(1, -1)
+            images = self.rows_first(self.input).movedim(1, -1)
             return images.reshape(images.shape[0], num_positions, groups, in_channels)
 
         def arrange(grad: Tensor) -> Tensor:

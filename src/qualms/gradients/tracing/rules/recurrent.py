@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from qualms.gradients.batch import each_tensor
+from qualms.gradients.batch import map_tensors
 from qualms.gradients.tracing.factors import Summed
 from qualms.gradients.tracing.outer_product import Outer, SharedGram, arrange_out_in
 from qualms.gradients.tracing.rules.recurrent_layers import OneWay, RecurrentOptions, run_layers
@@ -71,7 +71,7 @@ def recurrent(
     # Layers run with time first.
     time_first = layout if layout.axis is None else replace(layout, axis=1)
     copies = {id(t): t.detach().requires_grad_() for t in learned_inputs}
-    x, first_state = each_tensor((input, hx), lambda t: copies.get(id(t), t))
+    x, first_state = map_tensors((input, hx), lambda t: copies.get(id(t), t))
     run = partial(_run_one_way, call, time_first)
     out = run_layers(kind, run, x, first_state, params, layer_options)
     if out is NotImplemented:

@@ -113,7 +113,8 @@ def test_a_parameter_that_the_model_changes_is_an_error() -> None:
     ]
     for change in changes:
         with pytest.raises(
-            qualms.QualmsError, match=r"changes its parameter fc\.(weight|bias) in its forward pass"
+            qualms.QualmsError,
+            match=r"modifies its parameter fc\.(weight|bias) in its forward pass",
         ):
             qualms.score(Writes(change), torch.randn(1, 4), "entropy")
 
