@@ -50,8 +50,8 @@ __all__ = [
     "select",
 ]
 
-# Where each name is, to be imported when it is first asked for: whoever wants only the version does
-# not wait for torch.
+# The module that defines each public name. It is imported when the name is first used, so that
+# reading the version does not wait for torch.
 _MODULES = {
     "ClassGradientGram": "qualms.gradients.api",
     "ClassGradientNorms": "qualms.gradients.api",
@@ -73,16 +73,20 @@ _PACKAGES = ("data", "methods", "metrics", "models")
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name or subpackage when it is first asked for."""
+    """Import a public name or subpackage of `qualms` when it is first used.
+
+    Python calls this for names that the module does not have yet.
+    """
     if name in _PACKAGES:
         return import_module(f"qualms.{name}")
     if name in _MODULES:
-        # Stored, so that Python does not call this function for the name again.
-        found = globals()[name] = getattr(import_module(_MODULES[name]), name)
-        return found
+        value = getattr(import_module(_MODULES[name]), name)
+        # Stored in the module, so that Python does not call this function for the name again.
+        globals()[name] = value
+        return value
     raise AttributeError(f"module 'qualms' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """List the public names too, imported or not, as for tab completion."""
+    """Return all names of the module, with the public ones not imported yet, for tab completion."""
     return sorted({*globals(), *__all__})

@@ -27,15 +27,15 @@ MAX_TRIES = 10
 
 @contextmanager
 def explain_write_failure(what: str | Path) -> Iterator[None]:
-    """Turn write errors inside the block, such as a full disk, into one sentence.
+    """Convert write errors inside the block, such as a full disk, to a `QualmsError`.
 
     Args:
-        what: The file, as its user calls it.
+        what: The file that is written inside the block, as the error calls it.
     """
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # torch raises a RuntimeError while it handles the OSError.
+        # torch raises a RuntimeError while it handles the OSError, which is then the context.
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
@@ -46,19 +46,20 @@ def explain_write_failure(what: str | Path) -> Iterator[None]:
 
 
 def require_writable(path: str | Path, called: str | None = None) -> None:
-    """Raise an error if `atomic_write` could not write a file; create its folder.
+    """Create the folder of a file, and raise an error if `atomic_write` could not write the file.
 
     Commands call this before they compute anything that could be lost.
 
     Args:
-        path: The file.
-        called: What errors call it, if not by its path.
+        path: The path of the file, which need not exist.
+        called: What errors call the file; by default its path.
     """
     path = Path(path)
     with explain_write_failure(called or path):
         path.parent.mkdir(parents=True, exist_ok=True)
         target = _replaceable_file(path)
         if target is not None:
+            # Creating a file beside it shows that the folder is writable.
             with temp_sibling(target, called or str(path)):
                 pass
 
@@ -68,26 +69,28 @@ def atomic_write(path: Path, called: str | None = None) -> Iterator[Path]:
     """Yield an empty file that replaces `path` if the block succeeds, and is removed if not.
 
     The data is on the disk before it replaces the file, so that a power failure leaves the old file
-    or the new one. A link stays, and the file that it leads to is replaced; the new file has the
-    mode of the old one. What is not a regular file, such as /dev/stdout, is yielded itself.
+    or the new one. A symbolic link is kept, and the file that it points to is replaced; the new
+    file has the permissions of the old one. If `path` is not a regular file, such as /dev/stdout,
+    `path` itself is yielded.
 
     Args:
-        path: The file, in a folder that exists.
-        called: What errors call it, if not by its path.
+        path: The path of the file, in a folder that exists.
+        called: What errors call the file; by default its path.
     """
     called = called or str(path)
     with explain_write_failure(called):
         target = _replaceable_file(path)
-    if target is None:
+    if target is None:  # not a regular file
         yield path
         return
     with temp_sibling(target, called) as part:
         with explain_write_failure(called):
-            # The mode is set first, so that a private file is private while it is written.
+            # Permissions are set before the data is written, so that a private file stays private.
             if target.exists() and _mode(part) != _mode(target):
                 part.chmod(_mode(target))
         yield part
         with explain_write_failure(called):
+            # Waits until the data is on the disk.
             with open(part, "ab") as file:
                 os.fsync(file.fileno())
             os.replace(part, target)
@@ -95,13 +98,13 @@ def atomic_write(path: Path, called: str | None = None) -> Iterator[Path]:
 
 @contextmanager
 def temp_sibling(path: Path, called: str | None = None) -> Iterator[Path]:
-    """Yield an empty temporary file beside `path`, and remove it in the end.
+    """Yield the path of an empty temporary file in the folder of `path`; remove it afterwards.
 
-    Temporary files that killed runs have left there are removed, too.
+    Temporary files that killed runs have left there for the same `path` are removed first.
 
     Args:
-        path: The file.
-        called: What errors call it, if not by its path.
+        path: The path of the file that the temporary one is for.
+        called: What errors call that file; by default its path.
     """
     _remove_leftovers(path)
     with explain_write_failure(called or path):
@@ -109,7 +112,7 @@ def temp_sibling(path: Path, called: str | None = None) -> Iterator[Path]:
     try:
         yield part
     finally:
-        # Such as a folder that has become read-only.
+        # The folder may have become read-only, for example.
         with suppress(OSError):
             part.unlink(missing_ok=True)
         if lock is not None:
@@ -120,10 +123,13 @@ def append_lines(file: IO[bytes], path: Path, lines: bytes) -> None:
     """Append to an open file, completely or not at all; the data is on disk when this returns.
 
     Args:
-        file: As `lock_file` returns it.
-        path: Where it was opened. If another file or none is there now, an error is raised, since
-            the lines would be lost.
-        lines: What to append.
+        file: The file, opened and locked by `lock_file`.
+        path: The path that the file was opened at.
+        lines: The lines to append, with their line ends.
+
+    Raises:
+        QualmsError: If the disk is full, or if the file was removed or replaced after it was
+            opened, so that the lines would be lost.
     """
     with explain_write_failure(path):
         end = os.fstat(file.fileno()).st_size
@@ -131,14 +137,17 @@ def append_lines(file: IO[bytes], path: Path, lines: bytes) -> None:
             raise QualmsError(
                 f"{path} was removed while a run was writing to it; run the same command again."
             )
-        complete = False
+        is_complete = False
         try:
             while lines:
-                lines = lines[file.write(lines) :]
+                # Without a buffer, a write may take only the first part of the lines.
+                num_written = file.write(lines)
+                lines = lines[num_written:]
             os.fsync(file.fileno())
-            complete = True
+            is_complete = True
         finally:
-            if not complete:  # an error, or Ctrl-C
+            # After an error, or Ctrl-C, the part that was written is cut off.
+            if not is_complete:
                 with suppress(OSError):
                     file.truncate(end)
 
@@ -151,7 +160,7 @@ def lock_file(path: Path) -> IO[bytes]:
     """
     with explain_write_failure(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Without a buffer: what a full disk refuses would stay in it, and fail again on close.
+        # Without a buffer, which would keep data that a full disk refuses, and fail again on close.
         file = open(path, "a+b", buffering=0)  # noqa: SIM115 (it is locked as long as it is open)
     if not _lock(file):
         file.close()
@@ -160,14 +169,20 @@ def lock_file(path: Path) -> IO[bytes]:
 
 
 def _replaceable_file(path: Path) -> Path | None:
-    """Return the file to replace, behind all links; None for what is not a regular file.
+    """Return the path of the file to replace, with symbolic links resolved.
+
+    Args:
+        path: The path to write to, which need not exist.
+
+    Returns:
+        The path of a regular or new file; None for others, such as /dev/stdout.
 
     Raises:
         OSError: If the path is a folder, or a file without permission to write.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    # A folder lets its files be replaced even if they are protected.
+    # Checked here, since `os.replace` would replace a write-protected file in a writable folder.
     if path.exists() and not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     target = Path(os.path.realpath(path))
@@ -175,7 +190,7 @@ def _replaceable_file(path: Path) -> Path | None:
 
 
 def _mode(path: Path) -> int:
-    """Return the permission bits of a file."""
+    """Return the permission bits of a file, such as 0o644."""
     return path.stat().st_mode & 0o777
 
 
@@ -194,14 +209,15 @@ def _create_sibling(path: Path) -> tuple[Path, IO[bytes] | None]:
         file.close()
         tries += 1
         if fcntl is None or tries == MAX_TRIES:
-            # Closed, since Windows neither moves nor removes open files.
+            # Returned closed and unlocked, since Windows neither moves nor removes open files.
             return part, None
-        # Another run took it for a leftover.
+        # Another run removed or locked the file before it was locked here, as it removes unlocked
+        # files of killed runs (`_remove_leftovers`). Try again under another name.
         part.unlink(missing_ok=True)
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether an open file is still the one at `path`: it was neither removed nor replaced."""
+    """Whether `path` still leads to this open file, which was neither removed nor replaced."""
     return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
@@ -221,8 +237,9 @@ def _lock(file: IO[bytes]) -> bool:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the temporary files of runs that were killed, which are those that nobody locks."""
+    """Remove temporary files for `path` that killed runs left: those that no run has locked."""
     if fcntl is None:
+        # Without locks, files of killed runs cannot be told from those in use.
         return
     for part in path.parent.glob(f".{escape(path.name)}.*.part"):
         with suppress(OSError), open(part, "rb") as file:

@@ -77,8 +77,12 @@ class UnitsWarning(UserWarning):
 
 
 def reason(error: Exception) -> str:
-    """Return the first line of another library's error, to quote in the middle of a sentence."""
-    return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
+    """Return the first line of an error's message, to quote in the middle of a sentence.
+
+    The final period is dropped. An error without a message is quoted by the name of its class.
+    """
+    message = str(error).strip() or type(error).__name__
+    return message.split("\n")[0].rstrip(".")
 
 
 @contextmanager
@@ -87,17 +91,17 @@ def explain_failure(
     *,
     let_through: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Turn whatever a library raises inside the block into one `QualmsError`.
+    """Convert any exception that a library raises inside the block to a `QualmsError`.
 
-    Parsers of damaged files, model hubs and imported user code raise errors of any class. This is
-    the one place that catches them all; the original error stays as the cause.
+    Parsers of damaged files, model hubs and imported user code raise exceptions of any class. This
+    is the only place that catches them all; the original exception is kept as the cause.
 
     Args:
-        explain: a function from the exception that was raised to the error to raise in its place.
-        let_through: classes of errors that leave the block unchanged. A `QualmsError` always does.
+        explain: called with the exception that was raised; returns the error to raise instead.
+        let_through: classes of exceptions that are not converted. A `QualmsError` never is.
 
     Raises:
-        QualmsError: if anything else is raised inside the block.
+        QualmsError: if any other exception is raised inside the block.
 
     Example:
         ```python

@@ -131,7 +131,7 @@ def compare(
         options: as for `score`.
 
     Returns:
-        The scores by spec, or by your names, in the order given.
+        The scores by spec, or by your names, in the order of `methods`.
 
     Example:
         ```python
@@ -149,13 +149,14 @@ def compare(
 
 
 def require_options(function: str, options: ScorerOptions) -> None:
-    """Raise Python's own error for a keyword argument that the function does not have.
+    """Raise a TypeError, as Python would, for a keyword argument that is not a `ScorerOptions`.
 
-    Without this check the error would name `Scorer`, which has more arguments.
+    Without this check `Scorer` would take arguments that the function does not have, or would raise
+    the error in its own name.
 
     Args:
-        function: the name of the function that the user called.
-        options: its keyword arguments.
+        function: the name of the function that the user called, for the error.
+        options: the keyword arguments that the user passed.
     """
     for name in options:
         if name not in ScorerOptions.__annotations__:
@@ -163,27 +164,39 @@ def require_options(function: str, options: ScorerOptions) -> None:
 
 
 def _score_all(scorer: Scorer, x: Any, progress: Progress) -> dict[str, Float[Tensor, " b"]]:
-    """Score all inputs, and keep the scores but not the probabilities, which may need much memory."""
-    parts: list[dict[str, Tensor]] = []
-    num_done, line = 0, ProgressLine(progress, _count_inputs(x))
+    """Return the scores of all inputs by method, and report progress.
+
+    Only the scores of a batch are kept, not its probabilities, which may need much memory.
+
+    Args:
+        scorer: the scorer of the model.
+        x: the inputs, as `score` takes them.
+        progress: as for `score`.
+    """
+    batch_scores: list[dict[str, Tensor]] = []
+    num_done = 0
+    line = ProgressLine(progress, total=_count_inputs(x))
     line.start()
-    for part in scorer.stream(_split(x) if progress else x):
-        parts.append(part.scores)
-        num_done += len(part)
+    for scored in scorer.stream(_split(x) if progress else x):
+        batch_scores.append(scored.scores)
+        num_done += len(scored)
         line.update(num_done)
     line.end()
-    return {name: torch.cat([part[name] for part in parts]) for name in scorer.methods}
+    scores_by_method: dict[str, Tensor] = {}
+    for name in scorer.methods:
+        scores_by_method[name] = torch.cat([scores[name] for scores in batch_scores])
+    return scores_by_method
 
 
 def _split(x: Any) -> Any:
-    """Split one large array into batches, so that progress shows; scores do not depend on batches."""
+    """Split one large array into batches, so that progress is reported; return others unchanged."""
     if not isinstance(x, (Tensor, np.ndarray)) or x.ndim == 0 or len(x) <= DATASET_BATCH:
         return x
     return [x[start : start + DATASET_BATCH] for start in range(0, len(x), DATASET_BATCH)]
 
 
 def _count_inputs(x: Any) -> int | None:
-    """Return the number of inputs, for progress; None if it is unknown before they are read."""
+    """Return the number of inputs in `x`, as `score` takes it; None if it is not known yet."""
     try:
         if isinstance(x, DataLoader):
             return len(x.sampler)  # type: ignore[arg-type]
@@ -192,5 +205,6 @@ def _count_inputs(x: Any) -> int | None:
         if isinstance(x, list) and all(isinstance(b, (Tensor, np.ndarray)) for b in x):
             return sum(len(batch) for batch in x)
     except TypeError:
+        # Datasets and samplers of streams have no length.
         pass
     return None

@@ -40,21 +40,26 @@ def save_model(scorer: Scorer, path: str | Path, **more: Any) -> None:
     cloudpickle, pyfunc = _import_mlflow()
     if Path(path).exists():
         raise QualmsError(f"{path} already exists; choose another folder.")
-    arguments = {"pip_requirements": _requirements(), **more}
+    arguments = {"pip_requirements": _list_requirements(), **more}
     with TemporaryDirectory() as folder:
+        # MLflow copies this file into the model's folder.
         file = Path(folder) / PICKLE_NAME
         file.write_bytes(cloudpickle.dumps(scorer))
         pyfunc.save_model(path=str(path), loader_module=__name__, data_path=str(file), **arguments)
 
 
 class ScorerModel:
-    """A loaded scorer; MLflow calls its `predict`."""
+    """A loaded scorer as a model of MLflow, which calls `predict`.
+
+    Args:
+        scorer: The scorer that was saved.
+    """
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> Any:
-        """Score some inputs.
+        """Score inputs that a user passed to the loaded model.
 
         Args:
             model_input: An array, a pandas table with a row for each input, or anything else that
@@ -65,31 +70,33 @@ class ScorerModel:
             A pandas table with a row for each input.
         """
         inputs = model_input
-        if hasattr(inputs, "to_numpy"):
+        if hasattr(inputs, "to_numpy"):  # a pandas table
             inputs = inputs.to_numpy()
         if not isinstance(inputs, np.ndarray):
             return self.scorer(inputs).to_pandas()
-        # One array is read as one batch, a single tensor.
+        # An array is read as a single batch, which is one tensor in the network's dtype.
         x = cast(torch.Tensor, next(batches(inputs, self.scorer.model)))
-        scored = self.scorer(x, numbers=_row_numbers(x))
+        scored = self.scorer(x, numbers=_hash_rows(x))
+        # The table shows positions as ids, not the hashes.
         return replace(scored, ids=range(len(x))).to_pandas()
 
 
-def _row_numbers(x: torch.Tensor) -> list[int]:
-    """Return a number for each row, which decides its random draws.
+def _hash_rows(x: torch.Tensor) -> list[int]:
+    """Return a hash of each row, to pass as the `numbers` that decide random draws.
 
-    The number is a hash of the row in the network's own precision. So a score depends neither on
-    the row's position nor on whether the table held 64 bits.
+    So a row's score depends neither on its position nor, as the hash is of the network's own dtype,
+    on whether the user's table held doubles.
 
     Args:
         x: The inputs as the network takes them, [n, ...].
     """
+    # The bytes of each row.
     rows = x.reshape(len(x), -1).contiguous().view(torch.uint8).numpy()
     return [hash_array(row) for row in rows]
 
 
 def _load_pyfunc(path: str) -> ScorerModel:
-    """Load a model; `mlflow.pyfunc.load_model` calls this function by its name.
+    """Load a saved scorer; `mlflow.pyfunc.load_model` looks this function up by its name.
 
     Args:
         path: The path of the pickled scorer.
@@ -98,9 +105,9 @@ def _load_pyfunc(path: str) -> ScorerModel:
     return ScorerModel(cloudpickle.loads(Path(path).read_bytes()))
 
 
-def _requirements() -> list[str]:
-    """Return the packages that a saved model needs, for pip."""
-    # Without the build, as in 2.5.1+cpu.
+def _list_requirements() -> list[str]:
+    """Return the packages that a saved model needs, with versions, as pip takes them."""
+    # pip finds 2.5.1, but not the build 2.5.1+cpu.
     torch_version = torch.__version__.partition("+")[0]
     return [f"qualms[mlflow]=={__version__}", f"torch=={torch_version}"]
 

@@ -68,28 +68,32 @@ class PositionScorer:
         numbers: Sequence[int],
         position_targets: PositionTargets,
     ) -> Scored:
-        """Score each input; masked positions have the score NaN and the class -1.
+        """Score a batch, each input alone and without its padding.
 
         Args:
             batch: the inputs.
             numbers: a number for each input, which decides its random draws.
             position_targets: the masks, targets and spans of the inputs.
+
+        Returns:
+            The scores; masked positions have the score NaN and the class -1.
         """
         if self.positions.chosen is None:
             require_positions(self.methods)
         batch = name_arguments(self.model_context.model, batch)
         tables: list[PositionTable] = []
         notes: dict[str, str] = {}
-        for i, number in enumerate(numbers):
-            sample = SampleAlone.of(batch, i)
+        for index, number in enumerate(numbers):
+            sample = SampleAlone.of(batch, index)
             if self.positions.chosen is None:
-                targets = self._targets_of(position_targets, batch, i)
+                targets = self._targets_of(position_targets, batch, index)
                 tables.append(self._score_everywhere(sample, number, targets))
             else:
                 tables.append(self._score_chosen(sample, number, notes))
         table = PositionTable.join(tables, torch.stack)
-        counted = self._counted_positions(table, batch, position_targets)
-        return self._to_scored(table.hide(counted), numbers, notes, position_targets)
+        is_counted = self._find_counted_positions(table, batch, position_targets)
+        table = table.hide_positions(is_counted)
+        return self._to_scored(table, numbers, notes, position_targets)
 
     def _to_scored(
         self,
@@ -100,11 +104,11 @@ class PositionScorer:
     ) -> Scored:
         """Create the `Scored` of a batch; with `reduce`, an input's scores become one number.
 
-        The errors of reduced scores that are estimates are unknown, so NaN.
+        The standard error of such a number is unknown, so NaN, if the scores are estimates.
 
         Args:
-            table: the predictions and scores of all inputs.
-            numbers: the numbers of the inputs.
+            table: the predictions and scores at the positions of all inputs.
+            numbers: a number for each input, which becomes its id.
             notes: remarks on the scores, by the name of the method.
             position_targets: the masks, targets and spans of the inputs.
         """
@@ -115,8 +119,8 @@ class PositionScorer:
         if reduce is not None:
             for name, values in scores.items():
                 scores[name] = reduce_positions(values, reduce, position_targets.spans)
-                unknown = torch.nan if name in estimated else 0.0
-                errors[name] = torch.full_like(scores[name], unknown)
+                error = torch.nan if name in estimated else 0.0
+                errors[name] = torch.full_like(scores[name], error)
         return Scored(
             scores,
             errors,
@@ -146,36 +150,44 @@ class PositionScorer:
         self,
         position_targets: PositionTargets,
         batch: Batch,
-        i: int,
+        index: int,
     ) -> Int[Tensor, "..."] | None:
-        """Return the targets of one input, NOWHERE at masked positions; None without targets.
+        """Return the targets of one input, -100 (`NOWHERE`) at masked positions; None without any.
 
         Args:
             position_targets: the masks, targets and spans of the batch.
             batch: the inputs.
-            i: the index of the input in the batch.
+            index: which input of the batch.
         """
         if position_targets.targets is None:
             return None
-        targets: Tensor = position_targets.targets[i]
+        targets: Tensor = position_targets.targets[index]
         masks: list[Tensor] = []
         if position_targets.mask is not None:
-            masks.append(position_targets.mask[i])
-        live = live_positions(batch, tuple(targets.shape))
-        if live is not None:
-            masks.append(live[i])
+            masks.append(position_targets.mask[index])
+        is_token = live_positions(batch, tuple(targets.shape))
+        if is_token is not None:
+            masks.append(is_token[index])
         if self.positions.ignore_index is not None:
             masks.append(targets != self.positions.ignore_index)
         for mask in masks:
+            # Masks of another shape raise an error later, in `_find_counted_positions`.
             if mask.shape == targets.shape:
                 targets = targets.masked_fill(~mask, NOWHERE)
         return targets
 
-    def _logits(self, sample: SampleAlone) -> Float[Tensor, "*t c"]:
-        """Compute the logits of one input at its positions without padding, in a plain pass.
+    def _compute_logits(self, sample: SampleAlone) -> Float[Tensor, "*t c"]:
+        """Compute the logits of one input in a plain forward pass.
+
+        Args:
+            sample: the input, without padding.
+
+        Returns:
+            The logits [*t, c] of c classes, with [*t] the axes of the positions.
 
         Raises:
-            QualmsError: if the logits do not fit the names of the classes, or the padding.
+            QualmsError: if there is not one class name for each logit, or, where padding was cut
+                off, not one position for each token.
         """
         model = self.model_context.model
         logits = plain_logits(model, self.positions.class_dim, sample.batch)
@@ -196,34 +208,46 @@ class PositionScorer:
             number: the number of the input, which decides its random draws.
             targets: the true classes at all positions, padding included; None without targets.
         """
-        logits = self._logits(sample)
-        shape = logits.shape[:-1]
-        flat = logits.flatten(0, -2)
+        logits = self._compute_logits(sample)
+        position_shape = logits.shape[:-1]
+        flat = logits.flatten(0, -2)  # [t, c], with t the number of positions
         self.model_context.cache.warn_of_probabilities(flat)
         if targets is not None:
-            targets = flatten_targets(sample.remove_padding(targets), shape).to(flat.device)
+            unpadded = sample.remove_padding(targets)
+            targets = flatten_targets(unpadded, position_shape).to(flat.device)
         table = PositionTable.of_logits(flat)
         table.scores.update(logit_scores(self.methods, flat, self.model_context))
         if targets is not None:
             table = replace(table, target_log_probs=log_probs_of_targets(flat, targets))
         expected = ExpectedLogits.of(flat)
+        # Has the logits' dtype and device, but does not keep their memory.
         like = flat[:1].clone()
         dtype = at_least_float32(like).dtype
         # Frees memory: passes of the sketch compute logits again.
         del logits, flat
         for smooth, lam in groups_of(self.methods):
             sums = self._sum_tangents(sample, number, (smooth, lam), targets, expected, like)
-            for name, (value, error) in sums.scores(self._logits(sample).flatten(0, -2)).items():
-                table.scores[name] = value
-                table.errors[name] = error.to(dtype)
+            flat_again = self._compute_logits(sample).flatten(0, -2)
+            for name, (values, errors) in sums.scores(flat_again).items():
+                table.scores[name] = values
+                table.errors[name] = errors.to(dtype)
+            # The one group whose tangents also measure the gradient of the targets' likelihood.
             if targets is not None and smooth is None and lam is None:
                 norm = sums.text_norm()
                 sequence = torch.tensor(torch.nan if norm is None else norm, dtype=dtype)
                 table = replace(table, sequence=sequence)
         for name in self.methods:
             table.scores[name] = table.scores[name].to(dtype)
+            # Scores of the logits are exact.
             table.errors.setdefault(name, torch.zeros_like(table.scores[name]))
-        return table.map(lambda t: sample.restore_padding(t.unflatten(0, shape), missing_value(t)))
+
+        def restore_positions(values: Tensor) -> Tensor:
+            """Give values [t, …] at flat positions the shape of the output, with padding."""
+            return sample.restore_padding(
+                values.unflatten(0, position_shape), missing_value(values)
+            )
+
+        return table.map(restore_positions)
 
     def _sum_tangents(
         self,
@@ -239,19 +263,24 @@ class PositionScorer:
         Args:
             sample: the input.
             number: the number of the input, which decides its random draws.
-            group: the smoothing and the λ that these scores have in common, a key of `groups_of`.
+            group: the smoothing and the layer weight λ that these scores have in common, a key of
+                `groups_of`.
             targets: the true class at each position, for the norm of the gradient of their
-                likelihood; it is measured only in the group without smoothing and λ.
-            expected: a summary of the logits of a plain pass, which the engine compares its own
-                with.
+                likelihood, which is measured only in the group without smoothing and λ; None
+                without targets.
+            expected: a summary of the logits of a plain pass. The engine raises an error if the
+                logits that it computes differ.
             like: a tensor with the logits' dtype and device.
+
+        Returns:
+            The sums over all tangents, from which the scores follow.
         """
         smooth, lam = group
         methods = groups_of(self.methods)[group]
-        # The input and its perturbed copies.
+        # Rows of the model's input: the sample itself, and its perturbed copies.
         rows = smooth.draws + 1 if smooth else 1
-        measured = targets if group == (None, None) else None
-        sums = TangentSums(methods, expected.shape, rows, measured, like)
+        measured_targets = targets if group == (None, None) else None
+        sums = TangentSums(methods, expected.shape, rows, measured_targets, like)
         context = self.model_context
         # To the engine, the model with all its positions is one classifier.
         model = AtPositions(context.model, self.positions.class_dim)
@@ -266,12 +295,12 @@ class PositionScorer:
             smooth,
         )
         engine = PositionSketchEngine(context.cache)
-        plan = engine.plan(
-            request, expected, lam, TangentSums.bytes_per_tangent(expected.shape, rows)
-        )
+        bytes_per_tangent = TangentSums.bytes_per_tangent(expected.shape, rows)
+        plan = engine.plan(request, expected, lam, bytes_per_tangent)
         for products in engine.run(plan, request):
             sums.add(products)
-            del products  # before the next pass begins
+            # Frees its memory before the loop runs the next pass.
+            del products
         return sums
 
     def _score_chosen(
@@ -283,29 +312,38 @@ class PositionScorer:
             sample: the input.
             number: the number of the input, which decides its random draws.
             notes: remarks by the name of the method, to which new ones are added.
+
+        Returns:
+            A table with a row for each chosen position.
         """
-        logits = self._logits(sample)
-        flat = logits.flatten(0, -2)
-        live = live_positions(sample.batch, tuple(logits.shape[:-1]))
+        logits = self._compute_logits(sample)
+        flat = logits.flatten(0, -2)  # [positions, classes]
+        is_token = live_positions(sample.batch, tuple(logits.shape[:-1]))
+        # The number of positions of the input, padding included.
         length = len(flat) if sample.kept is None else sample.length
-        parts: list[PositionTable] = []
+        tables: list[PositionTable] = []
         for position in self.positions.chosen or ():
             if not -length <= position < length:
                 raise QualmsError(
                     f"positions= includes {position}, but the model predicts at {length} positions."
                 )
-            # `own` is the position in the input without padding; None if it is padding.
-            own = sample.position_without_padding(position % length)
-            table = PositionTable.of_logits(flat[[own or 0]])
-            # NaN everywhere for padding, or for a hole in the mask.
-            if own is None or (live is not None and not bool(live[0, own])):
-                table = table.map(lambda t: torch.full_like(t, missing_value(t)))
+            # None if the position is padding. `%` counts negative positions from the end.
+            unpadded = sample.position_without_padding(position % length)
+            # A list as index keeps the axis of positions. A padded position gets a table of
+            # position 0, whose entries are replaced below.
+            table = PositionTable.of_logits(flat[[unpadded or 0]])
+            is_hole = False  # in the attention mask, between tokens
+            if unpadded is not None and is_token is not None:
+                is_hole = not bool(is_token[0, unpadded])
+            if unpadded is None or is_hole:
+                table = table.map(lambda values: torch.full_like(values, missing_value(values)))
                 for name in self.methods:
+                    # The probabilities are NaN here, and have the dtype of scores.
                     table.scores[name] = table.errors[name] = table.probs[:, 0]
             else:
-                self._score_one(table, sample, number, own, notes)
-            parts.append(table)
-        return PositionTable.join(parts, torch.cat)
+                self._score_one(table, sample, number, unpadded, notes)
+            tables.append(table)
+        return PositionTable.join(tables, torch.cat)
 
     def _score_one(
         self,
@@ -347,38 +385,44 @@ class PositionScorer:
             if note is not None:
                 notes[name] = note
 
-    def _counted_positions(
+    def _find_counted_positions(
         self,
         table: PositionTable,
         batch: Batch,
         position_targets: PositionTargets,
     ) -> Bool[Tensor, "b ..."]:
-        """Find the positions that count, which neither a mask nor an ignored target leaves out.
+        """Find the positions that neither a mask nor an ignored target leaves out.
 
         Args:
-            table: the predictions and scores of all inputs.
-            batch: the inputs.
+            table: the predictions and scores at the positions of b inputs.
+            batch: the b inputs.
             position_targets: the masks, targets and spans of the inputs.
+
+        Returns:
+            Whether each position counts, in the shape of the scores.
 
         Raises:
             QualmsError: if a mask has another shape than the model's output.
         """
-        shape = table.classes.shape[:-1]
+        shape = table.classes.shape[:-1]  # without the axis of the likeliest classes
         chosen, ignored = self.positions.chosen, self.positions.ignore_index
+        # By the name of the argument that errors blame.
         masks: dict[str, Tensor | None] = {"mask": position_targets.mask}
         if position_targets.targets is not None and ignored is not None:
             masks["targets"] = position_targets.targets != ignored
         if chosen is None:
             masks["attention_mask"] = live_positions(batch, tuple(shape[1:]))
-        counted = torch.ones(shape, dtype=torch.bool, device=table.classes.device)
+        is_counted = torch.ones(shape, dtype=torch.bool, device=table.classes.device)
         for name, mask in masks.items():
             if mask is None:
                 continue
-            wanted = mask if chosen is None else mask.flatten(1)[:, list(chosen)]
-            if wanted.shape != shape:
+            mask_of_scores = mask
+            if chosen is not None:
+                mask_of_scores = mask.flatten(1)[:, list(chosen)]
+            if mask_of_scores.shape != shape:
                 raise QualmsError(
                     f"{name} has shape {tuple(mask.shape)}, but the model predicts at positions of "
                     f"shape {tuple(shape)}; pass one entry per position."
                 )
-            counted &= wanted.to(counted.device)
-        return counted
+            is_counted &= mask_of_scores.to(is_counted.device)
+        return is_counted

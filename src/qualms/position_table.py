@@ -45,13 +45,14 @@ class PositionTable:
         """
         probs: list[Tensor] = []
         classes: list[Tensor] = []
+        # Block by block, since probabilities in double precision take much memory.
         for block in position_blocks(*logits.shape):
             p = logits[block].double().softmax(-1)
             top = p.topk(min(TOP_CLASSES, logits.shape[1]))
             probs.append(top.values)
             classes.append(top.indices)
         dtype = at_least_float32(logits[:1]).dtype
-        return cls(torch.cat(probs).to(dtype), torch.cat(classes), {}, {})
+        return cls(torch.cat(probs).to(dtype), torch.cat(classes), scores={}, errors={})
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "PositionTable":
         """Apply a function to every tensor that has an axis of positions, and return the new table.
@@ -59,35 +60,35 @@ class PositionTable:
         Args:
             change: the function, from a tensor [*t] or [*t, k] to the new one.
         """
-        targets = self.target_log_probs
+        log_probs = self.target_log_probs
         return PositionTable(
             change(self.probs),
             change(self.classes),
-            {name: change(values) for name, values in self.scores.items()},
-            {name: change(values) for name, values in self.errors.items()},
-            None if targets is None else change(targets),
-            self.sequence,
+            scores={name: change(values) for name, values in self.scores.items()},
+            errors={name: change(values) for name, values in self.errors.items()},
+            target_log_probs=None if log_probs is None else change(log_probs),
+            sequence=self.sequence,  # one number for each input, so without positions
         )
 
-    def hide(self, counted: Bool[Tensor, "b ..."]) -> "PositionTable":
-        """Mark the positions that do not count by NaN, or class -1, and return the new table.
+    def hide_positions(self, is_counted: Bool[Tensor, "b ..."]) -> "PositionTable":
+        """Return a table with NaN, or class -1, at the positions that do not count.
 
         Args:
-            counted: whether each position counts.
+            is_counted: whether each position of b inputs counts.
         """
 
-        def hide(values: Tensor) -> Tensor:
-            """Mark positions in a tensor that may have a further axis of classes."""
-            keep = counted if values.ndim == counted.ndim else counted.unsqueeze(-1)
+        def fill_uncounted(values: Tensor) -> Tensor:
+            """Replace the values of uncounted positions, in a tensor with or without classes."""
+            keep = is_counted if values.ndim == is_counted.ndim else is_counted.unsqueeze(-1)
             return values.masked_fill(~keep, missing_value(values))
 
-        return self.map(hide)
+        return self.map(fill_uncounted)
 
     @classmethod
     def join(
         cls, tables: "Sequence[PositionTable]", join: Callable[[list[Tensor]], Tensor]
     ) -> "PositionTable":
-        """Join several tables into one.
+        """Join the tables of several inputs, or of several positions of one input, into one table.
 
         Args:
             tables: tables with the scores of the same methods.
@@ -96,7 +97,7 @@ class PositionTable:
         """
 
         def join_optional(parts: Iterable[Tensor | None]) -> Tensor | None:
-            """Join the tensors among the parts; None if there is none."""
+            """Join an optional field of all tables; None if no table has it."""
             present = [part for part in parts if part is not None]
             return join(present) if present else None
 
@@ -116,15 +117,15 @@ class PositionTable:
 
 
 def missing_value(values: Tensor) -> float:
-    """Return the number that marks masked positions in a tensor: NaN, or -1 for classes."""
+    """Return the number that marks masked positions: NaN for floats, -1 for class indices."""
     return torch.nan if values.is_floating_point() else -1.0
 
 
 def flatten_targets(targets: Int[Tensor, "..."], shape: torch.Size) -> Int[Tensor, " t"]:
-    """Flatten the targets of one input, row by row; check that there is one for each position.
+    """Flatten the targets of one input, row by row, after checking that each position has one.
 
     Args:
-        targets: a class at each position.
+        targets: the true class at each position, in the shape of the positions.
         shape: the shape of the positions in the model's output.
 
     Raises:
@@ -144,23 +145,24 @@ def log_probs_of_targets(
     """Compute log p of the target at each position; NaN where there is no target.
 
     Args:
-        logits: the logits at each position.
-        targets: the class at each position, -100 for none.
+        logits: the logits at t positions.
+        targets: the class at each position, -100 (`NOWHERE`) for none.
 
     Returns:
         log p, computed in double precision, in the dtype of the logits but at least float32.
     """
     is_class = (targets >= 0) & (targets < logits.shape[1])
-    wrong = targets[(targets != NOWHERE) & ~is_class]
-    if len(wrong):
+    invalid = targets[(targets != NOWHERE) & ~is_class]
+    if len(invalid):
         raise QualmsError(
-            f"a target is {int(wrong[0])}, but there are {logits.shape[1]} classes, numbered "
+            f"a target is {int(invalid[0])}, but there are {logits.shape[1]} classes, numbered "
             "from 0."
         )
     parts: list[Tensor] = []
     for block in position_blocks(*logits.shape):
-        columns = targets[block].clamp_min(0)[:, None]
+        # Positions without a target read class 0; `torch.where` below replaces that by NaN.
+        class_indices = targets[block].clamp_min(0)[:, None]
         log_p = log_softmax(logits[block].double())
-        parts.append(log_p.gather(-1, columns)[:, 0])
+        parts.append(log_p.gather(-1, class_indices)[:, 0])
     log_probs = torch.where(targets >= 0, torch.cat(parts), torch.nan)
     return log_probs.to(at_least_float32(logits[:1]).dtype)

@@ -23,7 +23,7 @@ _MANY_POSITIONS = "only for models that predict at many positions; pass class_di
 
 
 def next_tokens(ids: Int[Tensor, "b t"], mask: Tensor | None = None) -> Int[Tensor, "b t"]:
-    """Return the token that follows each token of some texts: the `targets` of a language model.
+    """Return the token that follows each token of some texts, as `targets` of a language model.
 
     Args:
         ids: the token ids of the texts.
@@ -43,6 +43,7 @@ def next_tokens(ids: Int[Tensor, "b t"], mask: Tensor | None = None) -> Int[Tens
     following = torch.full_like(ids, NOWHERE)
     following[:, :-1] = ids[:, 1:]
     if mask is not None:
+        # Both the token and the one after it must be text, not padding.
         has_next = mask[:, 1:].bool() & mask[:, :-1].bool()
         following[:, :-1].masked_fill_(~has_next, NOWHERE)
     return following
@@ -56,8 +57,8 @@ class Positions:
         class_dim: the axis of the classes in the model's logits.
         reduce: how the scores of an input's positions become one number; None keeps a score for
             each position.
-        chosen: the positions that are wanted, counted row by row; None for all.
-        ignore_index: a target that marks positions which do not count.
+        chosen: the indices of the positions to score, counted row by row; None for all positions.
+        ignore_index: positions whose target is this number are not scored.
     """
 
     class_dim: int
@@ -75,13 +76,15 @@ class Positions:
     ) -> "Positions | None":
         """Check the arguments of a `Scorer` that concern positions, and collect them.
 
-        Without `class_dim` the model gives one output for each input, and None is returned.
-
         Args:
-            class_dim: the axis of the classes in the model's logits.
+            class_dim: the axis of the classes in the model's logits; None if the model gives one
+                output for each input.
             reduce: how the scores of an input's positions become one number.
-            chosen: the positions that are wanted; None for all.
-            ignore_index: a target that marks positions which do not count.
+            chosen: the indices of the positions to score; None for all positions.
+            ignore_index: positions whose target is this number are not scored.
+
+        Returns:
+            The checked arguments; None if `class_dim` is None.
         """
         require_reduction(reduce)
         if class_dim is None:
@@ -117,10 +120,11 @@ class PositionTargets:
     spans: Spans | None = None
 
     def require_use(self, positions: Positions | None) -> None:
-        """Raise an error if the mask, the targets or the spans would be ignored.
+        """Raise an error if the user passed a mask, targets or spans that would have no effect.
 
         Args:
-            positions: how outputs are read; None if the model gives one output for each input.
+            positions: how the scorer reads outputs, and at which positions it scores them; None if
+                the model gives one output for each input.
         """
         if positions is None:
             if any(entry is not None for entry in self._by_name().values()):
@@ -131,15 +135,19 @@ class PositionTargets:
                 "spans need reduce=, which combines the scores of a span; pass mean, max, sum or a "
                 "quantile."
             )
-        if positions.chosen is None:
+        if positions.chosen is None:  # all positions are scored
             return
         if self.spans is not None or self.targets is not None:
             raise QualmsError(
                 "spans and targets are for scores at all positions; leave out positions=."
             )
 
-    def require_all(self, inputs: int) -> None:
-        """Raise an error if there are entries for more than `inputs` inputs."""
+    def require_no_more_than(self, inputs: int) -> None:
+        """Raise an error if the mask, targets or spans have more entries than there are inputs.
+
+        Args:
+            inputs: the number of all inputs.
+        """
         for name, entries in self._by_name().items():
             if entries is not None and len(entries) > inputs:
                 raise QualmsError(
@@ -147,8 +155,12 @@ class PositionTargets:
                     "entry per input."
                 )
 
-    def part(self, start: int, end: int) -> "PositionTargets":
-        """Return the entries of inputs `start` to `end - 1`, mask and targets as tensors.
+    def select_inputs(self, start: int, end: int) -> "PositionTargets":
+        """Return the entries of some consecutive inputs, with mask and targets as tensors.
+
+        Args:
+            start: the index of the first of these inputs.
+            end: the index after the last of them.
 
         Raises:
             QualmsError: if there are fewer entries than `end`, or if targets are not integers.
@@ -159,7 +171,7 @@ class PositionTargets:
                     f"{name} has {len(entries)} entries, but there are at least {end} inputs; pass "
                     "one entry per input."
                 )
-        mask = targets = spans = None
+        mask = targets = spans = None  # what the user did not pass stays None
         if self.mask is not None:
             mask = torch.as_tensor(self.mask[start:end]).bool()
         if self.targets is not None:
@@ -194,8 +206,8 @@ def reduce_positions(
 ) -> Float[Tensor, "n ..."]:
     """Reduce scores at positions to one number for each input, or for each span of an input.
 
-    Masked positions, whose scores are NaN, do not count; if all positions are masked, the number is
-    NaN.
+    Masked positions have the score NaN and are left out; if all positions are masked, the number
+    is NaN.
 
     Args:
         values: the scores at the positions of n inputs.
@@ -207,9 +219,10 @@ def reduce_positions(
     """
     require_reduction(reduce)
     if spans is None:
-        return torch.stack([_reduce(scores.flatten(), reduce) for scores in values])
+        return torch.stack([_reduce(input_scores.flatten(), reduce) for input_scores in values])
     _require_spans(spans, values)
     max_spans = max((len(input_spans) for input_spans in spans), default=0)
+    # Inputs with fewer spans keep NaN after their last one.
     reduced = values.new_full((len(values), max_spans), math.nan)
     for i, input_spans in enumerate(spans):
         for j, (start, end) in enumerate(input_spans):
@@ -244,12 +257,17 @@ def _require_spans(spans: Spans, values: Float[Tensor, "n ..."]) -> None:
 
 
 def _reduce(values: Float[Tensor, " t"], reduce: str | float) -> Float[Tensor, ""]:
-    """Reduce the scores that are not NaN to one number; NaN if all are."""
-    live = values[~values.isnan()]
-    if len(live) == 0:
+    """Reduce the scores that are not NaN to one number; NaN if there are none.
+
+    Args:
+        values: the scores at t positions, NaN where masked.
+        reduce: `mean`, `max`, `sum`, or a quantile between 0 and 1.
+    """
+    unmasked = values[~values.isnan()]
+    if len(unmasked) == 0:
         return values.new_tensor(math.nan)
     if isinstance(reduce, float):
-        return live.quantile(reduce)
+        return unmasked.quantile(reduce)
     if reduce == "max":
-        return live.amax()
-    return live.sum() if reduce == "sum" else live.mean()
+        return unmasked.amax()
+    return unmasked.sum() if reduce == "sum" else unmasked.mean()

@@ -17,12 +17,13 @@ Progress = bool | Callable[[int], None]
 
 @dataclass
 class ProgressLine:
-    """Reports how many inputs are scored: to a function, or on a terminal with the speed.
+    """Reports how many inputs are scored: to a function, or as a line on the terminal.
 
     Args:
-        progress: Called with the number of inputs; or True to print a line on a terminal.
-        total: The number of inputs; None if it is not known.
-        started: When the work started, in seconds of the monotonic clock.
+        progress: A function that is called with the number of inputs scored so far; True prints a
+            line with count and speed if there is a terminal; False reports nothing.
+        total: The number of inputs in all; None if it is not known.
+        started: When the work started, as `time.monotonic()` returned it.
     """
 
     progress: Progress
@@ -31,22 +32,22 @@ class ProgressLine:
 
     @property
     def has_terminal(self) -> bool:
-        """Whether there is a line to print, and a terminal to print it on."""
+        """Whether the user asked for a line, and stderr is a terminal to print it on."""
         return self.progress is True and sys.stderr.isatty()
 
     def start(self) -> None:
-        """Print that work has started: the first inputs may take long."""
+        """Print a line before any input is scored, as the first ones may take long."""
         if self.has_terminal:
             self._print("scoring the first inputs …")
 
     def update(self, done: int) -> None:
-        """Report that `done` inputs are scored."""
+        """Report that `done` inputs are scored so far."""
         if callable(self.progress):
             self.progress(done)
         elif self.has_terminal:
-            of = "" if self.total is None else f" of {self.total}"
+            of_total = "" if self.total is None else f" of {self.total}"
             speed = pace(done, self.total, time.monotonic() - self.started)
-            self._print(f"{done}{of} inputs scored{speed}")
+            self._print(f"{done}{of_total} inputs scored{speed}")
 
     def end(self) -> None:
         """Leave the line on the terminal, and move the cursor to the next line."""
@@ -54,22 +55,28 @@ class ProgressLine:
             print(file=sys.stderr, flush=True)
 
     def _print(self, text: str) -> None:
-        """Replace the current line on the terminal by a text."""
+        """Replace the current line on the terminal by `text`."""
+        # \r moves the cursor to the start of the line, and \x1b[2K clears the line.
         print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
 
 
 def pace(done: int, total: int | None, seconds: float) -> str:
-    """Format the speed and the time left, such as `, 12.3/s, 1:05 left`, as far as they are known.
+    """Format the speed and the time left, such as `, 12.3/s, 1:05 left`.
 
     Args:
         done: The number of inputs that are done.
         total: The number of inputs in all; None if it is not known.
         seconds: The time that the work took so far.
+
+    Returns:
+        A text that begins with a comma; empty if nothing is done, and without the time left if the
+        total is not known.
     """
     if not done or seconds <= 0:
         return ""
+    # Slow work is given in seconds per input.
     rate = f", {done / seconds:.1f}/s" if done >= seconds else f", {seconds / done:.1f} s each"
     if total is None or done >= total:
         return rate
-    minutes, rest = divmod(round((total - done) * seconds / done), 60)
-    return f"{rate}, {minutes}:{rest:02d} left"
+    seconds_left = round((total - done) * seconds / done)
+    return f"{rate}, {seconds_left // 60}:{seconds_left % 60:02d} left"

@@ -47,7 +47,11 @@ class Provenance:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Provenance":
-        """Create a provenance from what `dataclasses.asdict` returned, as read from a file.
+        """Create a provenance from a dict of its fields that was read from a file.
+
+        Args:
+            values: what `dataclasses.asdict` returned for a provenance, in a file that may be
+                damaged.
 
         Raises:
             TypeError: if a key is unknown or missing.
@@ -56,8 +60,9 @@ class Provenance:
         provenance = cls(**values)
         for field in fields(cls):
             value = getattr(provenance, field.name)
-            if value is None and field.default is None:  # optional
+            if value is None and field.default is None:  # an optional field
                 continue
+            # Not isinstance: True would count as an int.
             if type(value) not in _TYPES.get(field.name, (str,)):
                 raise ValueError(f"{field.name} is a {type(value).__name__}")
         if provenance.tolerance is not None:
@@ -65,17 +70,18 @@ class Provenance:
         return provenance
 
     def require_same(self, other: "Provenance") -> None:
-        """Raise an error that names every field in which `other` differs.
+        """Raise an error unless a threshold with this provenance fits scores with another.
 
         Args:
-            other: the provenance of the scores that a threshold with this provenance is to judge.
+            other: the provenance of the scores that the threshold is to be compared with.
 
         Raises:
-            QualmsError: if any field differs, so that the threshold does not fit these scores.
+            QualmsError: if any field differs; the error names all that do.
         """
         differences = []
         for field in fields(self):
-            calibrated, current = getattr(self, field.name), getattr(other, field.name)
+            calibrated = getattr(self, field.name)
+            current = getattr(other, field.name)
             if calibrated != current:
                 differences.append(f"{field.name} {calibrated}, not {current}")
         if differences:
@@ -93,14 +99,15 @@ def describe_scores(
     members: Iterable[nn.Module] = (),
     positions: object = None,
 ) -> Provenance:
-    """Describe how a method's scores are computed, so that scores can be compared.
+    """Describe how a method's scores are computed, to check later whether others are comparable.
 
     Args:
         model: the model that is scored, not compiled.
         method: the method with its parameters.
         settings: how gradients are computed.
         members: further models, for `ensemble`.
-        positions: which positions are scored, if the model answers at many; its `repr` counts.
+        positions: how outputs are read, and which positions are scored, if the model answers at
+            many positions. Its `repr` becomes a part of the description of the method.
 
     Returns:
         What must be equal for two sets of scores to be comparable.
@@ -109,6 +116,7 @@ def describe_scores(
     description = repr(method)
     if positions is not None:
         description += f" at {positions}"
+    # No setting of the gradients affects a method that reads the logits alone.
     if method.needs == (LOGITS,):
         return Provenance(description, network)
     engine: str = settings.engine_name
@@ -116,7 +124,7 @@ def describe_scores(
     if settings.sketch is not None:
         engine = repr(settings.sketch)
     if not isinstance(method, GradientScore) and engine in ("auto", "exact"):
-        # The method uses no engine, or always the exact one.
+        # A method that is no gradient score uses no engine, or always the exact one.
         engine, tolerance = "exact", 0.0
     params = None
     if settings.params is not None:
@@ -134,21 +142,25 @@ def describe_scores(
 
 
 def finite_float(number: Any) -> float:
-    """Convert a number from a file to a float, and check that it is finite.
+    """Convert a finite number from a file to a float.
 
     Raises:
-        ValueError: if it is not a number, or not finite.
+        ValueError: if it is not a number, or if it is NaN or infinite.
     """
+    # Not isinstance: True would count as an int.
     if type(number) not in (int, float) or not math.isfinite(number):
         raise ValueError(f"{number!r} is not a finite number")
     return float(number)
 
 
 def _digest_names(names: Iterable[str]) -> str:
-    """Hash the names of the selected parameters, as the function that selects them has no identity.
+    """Return the number of some parameters and a hash of their names, as in `12 parameters, 9f…`.
 
-    Returns:
-        Their number and sixteen hex digits, in words.
+    The names identify a selection of parameters that a user made by a function, which itself cannot
+    be compared with a function of another run.
+
+    Args:
+        names: the names of the selected parameters.
     """
     names = list(names)
     digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]

@@ -7,12 +7,16 @@ import torch
 
 
 def generator(seed: int, *purpose: int) -> torch.Generator:
-    """Create a generator for one purpose under a seed.
+    """Create a random generator for one purpose.
+
+    Equal arguments give equal draws; any other argument gives unrelated ones.
 
     Args:
         seed: the seed that the user chose.
-        purpose: numbers that tell this generator from others, such as the number of a draw.
+        purpose: integers that distinguish this generator from others with the same seed, such as
+            the index of a draw.
     """
-    # Hashed: close seeds and purposes then give unrelated numbers.
+    # `SeedSequence` hashes the numbers, so that neighboring seeds give unrelated draws.
     state = np.random.SeedSequence([seed, *purpose]).generate_state(2, np.uint32)
+    # Two words of 32 bits make a seed of 64 bits.
     return torch.Generator().manual_seed(int(state[0]) << 32 | int(state[1]))

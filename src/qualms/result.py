@@ -69,8 +69,11 @@ class Scored:
 
     @property
     def prediction(self) -> Int[Tensor, "n ..."]:
-        """The most probable class of each input."""
-        return self.probs.argmax(-1) if self.classes is None else self.classes[..., 0]
+        """The most probable class of each input, or of each position; -1 where masked."""
+        if self.classes is None:
+            return self.probs.argmax(-1)
+        # The classes of each position are sorted, the likeliest first.
+        return self.classes[..., 0]
 
     @property
     def confidence(self) -> Float[Tensor, "n ..."]:
@@ -86,7 +89,7 @@ class Scored:
 
     @property
     def accepted(self) -> Bool[Tensor, "n ..."]:
-        """Which inputs the model can be trusted with: those whose score is within the threshold."""
+        """Whether the first method's score of each input is at most the threshold."""
         if self.threshold is None:
             raise QualmsError(
                 "there is no threshold for accepting inputs; pass threshold= to Scorer."
@@ -95,18 +98,19 @@ class Scored:
 
     @property
     def percentile(self) -> Float[Tensor, "n ..."]:
-        """The percentage of the threshold's calibration scores that is lower than each score."""
+        """What percentage of the threshold's calibration scores each score exceeds; NaN for NaN."""
         if self.threshold is None:
             raise QualmsError(
                 "there is no threshold to compare inputs with; pass threshold= to Scorer."
             )
         scores = self._first_scores
         percentiles = self.threshold.percentile(scores).view(scores.shape)
+        # A masked position has no percentile.
         return percentiles.masked_fill(scores.isnan().to(percentiles.device), torch.nan)
 
     @property
     def _first_scores(self) -> Float[Tensor, "n ..."]:
-        """The scores of the first method, which the threshold decides on."""
+        """The scores of the first method, which the threshold is compared with."""
         return next(iter(self.scores.values()))
 
     def __len__(self) -> int:
@@ -115,21 +119,21 @@ class Scored:
 
     def __getitem__(self, index: Any) -> "Scored":
         """Select some of the inputs by a slice, a mask, or a list of their indices."""
-        positions = _positions_of(index, len(self))
-        at = torch.tensor(positions, dtype=torch.long, device=self.probs.device)
+        indices = _to_indices(index, len(self))
+        rows = torch.tensor(indices, dtype=torch.long, device=self.probs.device)
         return replace(
             self,
-            scores={name: s[at] for name, s in self.scores.items()},
-            errors={name: e[at] for name, e in self.errors.items()},
-            probs=self.probs[at],
-            ids=[self.ids[i] for i in positions],
-            classes=_take(self.classes, at),
-            target_log_probs=_take(self.target_log_probs, at),
-            sequence=_take(self.sequence, at),
+            scores={name: scores[rows] for name, scores in self.scores.items()},
+            errors={name: errors[rows] for name, errors in self.errors.items()},
+            probs=self.probs[rows],
+            ids=[self.ids[i] for i in indices],
+            classes=_take_rows(self.classes, rows),
+            target_log_probs=_take_rows(self.target_log_probs, rows),
+            sequence=_take_rows(self.sequence, rows),
         )
 
     def __add__(self, other: object) -> "Scored":
-        """Join two parts of one scorer; see `concatenate`."""
+        """Concatenate two results of one scorer, as in `scorer(x) + scorer(y)`."""
         return Scored.concatenate([self, other]) if isinstance(other, Scored) else NotImplemented
 
     @staticmethod
@@ -146,20 +150,25 @@ class Scored:
             raise QualmsError("the list of Scored to concatenate is empty; pass at least one.")
         first = parts[0]
         for part in parts[1:]:
-            if part._kind != first._kind:
+            if part._layout != first._layout:
                 raise QualmsError(
-                    f"the parts differ in their methods, classes or threshold ({part._kind} and "
-                    f"{first._kind}); concatenate results of the same scorer."
+                    f"the parts differ in their methods, classes or threshold ({part._layout} and "
+                    f"{first._layout}); concatenate results of the same scorer."
                 )
         ids: list[Any] = []
         notes: dict[str, str] = {}
         for part in parts:
             ids.extend(part.ids)
             notes.update(part.notes)
+        scores: dict[str, Tensor] = {}
+        errors: dict[str, Tensor] = {}
+        for name in first.scores:
+            scores[name] = _join([part.scores[name] for part in parts])
+            errors[name] = _join([part.errors[name] for part in parts])
         return replace(
             first,
-            scores={name: _join([part.scores[name] for part in parts]) for name in first.scores},
-            errors={name: _join([part.errors[name] for part in parts]) for name in first.errors},
+            scores=scores,
+            errors=errors,
             probs=_join([part.probs for part in parts]),
             ids=ids,
             notes=notes,
@@ -171,9 +180,11 @@ class Scored:
     concatenated = RenamedAttribute("concatenate")
 
     @property
-    def _kind(self) -> tuple[object, ...]:
-        """What two parts must have in common to be concatenated: methods, classes and threshold."""
-        kind = (
+    def _layout(self) -> tuple[object, ...]:
+        """What two results must have in common to be concatenated: methods, classes, threshold,
+        and which optional tensors they have.
+        """
+        layout = (
             tuple(self.scores),
             self.probs.shape[-1],
             self.class_names,
@@ -182,7 +193,8 @@ class Scored:
         )
         optional = (self.classes, self.target_log_probs, self.sequence)
         has_optional = tuple(tensor is not None for tensor in optional)
-        return (*kind, *has_optional) if any(has_optional) else kind
+        # Left out if there are none, so that errors stay short.
+        return (*layout, *has_optional) if any(has_optional) else layout
 
     def columns(self) -> Table:
         """Create a table with a row for each input, as lists by the name of the column.
@@ -194,16 +206,17 @@ class Scored:
         `row` and `column`; scores of spans have a `span`.
         """
         scores = self._first_scores
-        rows = torch.arange(len(self))[:, None]
+        # For each row of the table the indices of its score, [rows, axes of the scores].
+        coordinates = torch.arange(len(self))[:, None]
         if scores.ndim > 1:
-            rows = (~scores.isnan()).nonzero()
-        # The index of each row of the table.
-        at = tuple(rows.to(scores.device).unbind(1))
-        # Scores of spans, or of whole texts, have no prediction each.
+            coordinates = (~scores.isnan()).nonzero()
+        # In the form that indexes tensors like the scores: a tensor for each axis.
+        at = tuple(coordinates.to(scores.device).unbind(1))
+        # A prediction belongs to a position, not to a span or a whole text.
         has_predictions = scores.shape == self.prediction.shape and not self.of_spans
-        table: Table = {"id": [self.ids[i] for i in rows[:, 0].tolist()]}
+        table: Table = {"id": [self.ids[i] for i in coordinates[:, 0].tolist()]}
         for axis, name in enumerate(_name_axes(scores.ndim, has_predictions), 1):
-            table[name] = rows[:, axis].tolist()
+            table[name] = coordinates[:, axis].tolist()
         if has_predictions:
             predicted = self.prediction[at].tolist()
             if self.class_names:
@@ -228,9 +241,10 @@ class Scored:
             raise QualmsError(
                 "to_arrow needs pyarrow; run pip install '.[app]' in a clone of qualms."
             ) from None
-        has_numbers = all(isinstance(input_id, int) for input_id in self.ids)
+        ids_are_numbers = all(isinstance(input_id, int) for input_id in self.ids)
+        # The types of columns by name; all others are float64.
         types = dict.fromkeys(("position", "row", "column", "span"), pyarrow.int64())
-        types["id"] = pyarrow.int64() if has_numbers else pyarrow.string()
+        types["id"] = pyarrow.int64() if ids_are_numbers else pyarrow.string()
         types["prediction"] = pyarrow.string() if self.class_names else pyarrow.int64()
         types["accepted"] = pyarrow.bool_()
         arrays = {}
@@ -248,7 +262,7 @@ class Scored:
 
 
 def require_names(names: tuple[str, ...] | None, num_classes: int) -> None:
-    """Raise an error if classes have names, but not one for each class.
+    """Raise an error if there are class names, but not one for each class.
 
     Args:
         names: the names of the classes; None if they have none.
@@ -261,7 +275,12 @@ def require_names(names: tuple[str, ...] | None, num_classes: int) -> None:
 
 
 def _name_classes(classes: list[Any], names: tuple[str, ...]) -> list[Any]:
-    """Replace class numbers in nested lists by their names, and -1 by None."""
+    """Replace class indices in nested lists by the names of the classes, and -1 by None.
+
+    Args:
+        classes: class indices, or lists of them, nested as the axes of a tensor.
+        names: the names of all classes.
+    """
     named: list[Any] = []
     for entry in classes:
         if isinstance(entry, list):
@@ -272,33 +291,40 @@ def _name_classes(classes: list[Any], names: tuple[str, ...]) -> list[Any]:
 
 
 def _name_axes(ndim: int, has_predictions: bool) -> tuple[str, ...]:
-    """Name the axes of scores after the first, which counts the inputs.
+    """Return a column name for each axis of a tensor of scores, except for the axis of inputs.
 
     Args:
-        ndim: the number of axes, the first included.
-        has_predictions: whether each score has a prediction; else a second axis counts spans.
+        ndim: the number of axes, including the first, which counts the inputs.
+        has_predictions: whether each score has a prediction; otherwise the scores are of spans, or
+            of whole texts.
     """
     if not has_predictions:
+        # Scores of whole texts have one axis, so no name.
         return ("span",)[: ndim - 1]
     known: dict[int, tuple[str, ...]] = {1: (), 2: ("position",), 3: ("row", "column")}
     return known.get(ndim) or tuple(f"axis_{i}" for i in range(1, ndim))
 
 
-def _take(tensor: Tensor | None, at: Tensor) -> Tensor | None:
-    """Select entries of a tensor by their indices; None stays None."""
-    return None if tensor is None else tensor[at]
+def _take_rows(tensor: Tensor | None, rows: Int[Tensor, " k"]) -> Tensor | None:
+    """Select k rows of a tensor by their indices; return None for None."""
+    return None if tensor is None else tensor[rows]
 
 
 def _join(parts: Sequence[Any]) -> Any:
-    """Concatenate tensors; if they differ in length on the second axis (tokens), pad the shorter ones.
+    """Concatenate tensors [n, tokens, …] along n; pad texts that are shorter than the longest.
+
+    Args:
+        parts: the tensors, with any n and, if they have a second axis, any number of tokens; or
+            None for all.
 
     Returns:
-        The joined tensor; None if the parts are None.
+        The concatenated tensor; None if the parts are None.
     """
     if parts[0] is None:
         return None
     if len({t.shape[1:] for t in parts}) == 1:
         return torch.cat(list(parts))
+    # Only the axis of tokens can be padded.
     if len({t.shape[2:] for t in parts}) > 1:
         raise QualmsError(
             f"positions of shapes {tuple(parts[0].shape[1:])} and {tuple(parts[-1].shape[1:])} "
@@ -308,33 +334,44 @@ def _join(parts: Sequence[Any]) -> Any:
     return torch.cat([_pad(t, longest) for t in parts])
 
 
-def _pad(t: Tensor, length: int) -> Tensor:
-    """Pad the second axis of a tensor to a length with what marks masked positions: NaN, or -1."""
-    missing = torch.nan if t.is_floating_point() else -1
-    padded = t.new_full((len(t), length, *t.shape[2:]), missing)
-    padded[:, : t.shape[1]] = t
+def _pad(values: Tensor, length: int) -> Tensor:
+    """Pad the second axis of a tensor with masked positions: NaN in floats, -1 in class indices.
+
+    Args:
+        values: the tensor, [n, tokens, …].
+        length: the number of tokens in the result.
+    """
+    missing = torch.nan if values.is_floating_point() else -1
+    padded = values.new_full((len(values), length, *values.shape[2:]), missing)
+    padded[:, : values.shape[1]] = values
     return padded
 
 
-def _positions_of(index: Any, length: int) -> list[int]:
-    """Convert a slice, a mask or a list of indices of inputs to the list of selected indices.
+def _to_indices(index: Any, length: int) -> list[int]:
+    """Convert what a user put in brackets after a `Scored` to a list of indices from 0.
 
     Args:
-        index: the slice, mask or list.
+        index: a slice, a mask with an entry for each input, or a list of indices; as a list, array
+            or tensor.
         length: the number of inputs.
+
+    Raises:
+        QualmsError: if it is none of these, or if an index is out of range.
     """
     if isinstance(index, slice):
         return list(range(length))[index]
     array = np.asarray(index.cpu() if isinstance(index, Tensor) else index)
     if array.size == 0 and array.ndim == 1:
+        # NumPy reads an empty list as floats.
         array = array.astype(int)
     is_mask = array.dtype.kind == "b" and array.shape == (length,)
-    is_list = array.dtype.kind in "iu" and array.ndim == 1
-    if is_list:
-        is_list = not bool(((array < -length) | (array >= length)).any())
-    if not is_mask and not is_list:
+    are_indices = array.dtype.kind in "iu" and array.ndim == 1
+    if are_indices:
+        are_indices = not bool(((array < -length) | (array >= length)).any())
+    if not is_mask and not are_indices:
         raise QualmsError(
             f"a Scored of {length} inputs cannot be indexed by {index!r}; pass a slice, a mask of "
             "as many entries or a list of positions, or [3:4] or [[3]] for one input."
         )
+    # Turns masks and negative indices into indices from 0.
     return [int(i) for i in np.arange(length)[array]]

@@ -16,20 +16,20 @@ def score_samples(
     """Compute the scores of one batch by all methods.
 
     Args:
-        context: the model with the batch, whose passes the methods share.
+        context: the model with the batch; the methods share its passes.
         methods: the methods by name. Methods that are equal are computed once.
-        numbers: a number for each input, by which errors refer to it.
+        numbers: a number for each input, by which errors refer to it, and which becomes its id.
     """
-    computed: dict[Method, Estimate] = {}
+    estimates: dict[Method, Estimate] = {}
     for method in methods.values():
-        if method not in computed:
-            computed[method] = estimate_scores(method, context)
+        if method not in estimates:
+            estimates[method] = estimate_scores(method, context)
     scores: dict[str, Tensor] = {}
     errors: dict[str, Tensor] = {}
     notes: dict[str, str] = {}
     estimated: list[str] = []
     for name, method in methods.items():
-        estimate = computed[method]
+        estimate = estimates[method]
         scores[name] = to_finite(estimate.values, context.dtype, name, numbers)
         errors[name] = estimate.errors_as(scores[name])
         note = method.note(context)

@@ -89,7 +89,7 @@ class Scorer:
         positions: Sequence[int] | None = None,
         ignore_index: int | None = None,
     ) -> None:
-        """Set up the scores of a model; nothing runs yet.
+        """Set up the scores of a model; the model does not run yet.
 
         Args:
             model: any classifier that returns logits.
@@ -97,7 +97,7 @@ class Scorer:
                 or a dict that gives them names of your own. The paper's REGrad* by default.
             train: training inputs, an iterable of batches, for the methods that need them. If the
                 batches are pairs of inputs and labels, `mahalanobis` and `quam` use the labels;
-                else the model's predictions stand in for them.
+                otherwise they use the model's predictions instead.
             models: further models, the other members of the `ensemble`.
             engine: how class gradients are computed. `auto`, the default, is `exact` where that
                 takes at most 60 forward passes a sample, as counted, and else estimates from some
@@ -139,19 +139,34 @@ class Scorer:
         self.methods: dict[str, Method] = {}
         for name, method in name_methods(methods).items():
             self.methods[name] = in_pixels(method, pixel_std)
-        self._noise_in_input_units = noisy_specs(methods) if pixel_std is None else ()
+        # Specs with noise, such as `+smooth(0.02)`, that is meant for pixels in [0, 1] but is added
+        # to the inputs unscaled, as no `pixel_std` was passed. `_warn_of_units` warns of them.
+        self._unscaled_noisy_specs = noisy_specs(methods) if pixel_std is None else ()
         self._positions = Positions.read(class_dim, reduce, positions, ignore_index)
         if self._positions is None:
             engine = requested_engine(engine, tolerance)
         else:
             engine = requested_position_engine(engine, at_all=self._positions.chosen is None)
-        self.settings = Settings(engine, layers, norm, params, budget, batch_size, seed, tolerance)
+        self.settings = Settings(
+            engine,
+            layers,
+            norm,
+            params,
+            budget=budget,
+            batch_size=batch_size,
+            seed=seed,
+            tolerance=tolerance,
+        )
         self.threshold = _as_threshold(threshold)
         self.class_names = None if class_names is None else tuple(class_names)
-        self._train, self._members = train, tuple(models)
+        self._train = train
+        self._members = tuple(models)
+        # What the engines learn about the model on its first batch.
         self._cache = PlanCache()
+        # What the methods keep for the model, such as a posterior that they fit to `train`.
         self._method_cache: dict[Any, Any] = {}
-        self._model_state: tuple[Any, ...] | None = None  # at the last batch
+        # The fingerprint of the model's state at the last batch; None before the first batch.
+        self._model_state: tuple[Any, ...] | None = None
         self._require_own_threshold()
 
     def __call__(
@@ -217,16 +232,18 @@ class Scorer:
         end = 0  # the number of inputs read so far
         for start, batch in numbered_batches(batches, unwrap_compiled(self.model)):
             end = start + num_samples(batch)
-            batch_numbers: Sequence[int] = range(first + start, first + end)
-            if numbers is not None:
+            batch_numbers: Sequence[int]
+            if numbers is None:
+                batch_numbers = range(first + start, first + end)
+            else:
                 _require_numbers(numbers, end)
                 batch_numbers = numbers[start:end]
             if self._positions is None:
                 yield self._score_batch(batch, batch_numbers)
             else:
-                batch_targets = position_targets.part(start, end)
+                batch_targets = position_targets.select_inputs(start, end)
                 yield self._score_positions(self._positions, batch, batch_numbers, batch_targets)
-        position_targets.require_all(end)
+        position_targets.require_no_more_than(end)
         if numbers is not None and len(numbers) > end:
             raise QualmsError(
                 f"there are {len(numbers)} numbers for {end} inputs; pass one number per input."
@@ -234,7 +251,14 @@ class Scorer:
 
     @property
     def provenance(self) -> Provenance:
-        """How the scores of the first method are computed, for a `Threshold` to remember."""
+        """The method, network and settings behind the scores of the first method.
+
+        Pass it to `Threshold.from_scores` or `Threshold.from_labels`, so that the threshold is
+        refused for other scores.
+
+        Raises:
+            QualmsError: if `engine="auto"` has not chosen an engine yet.
+        """
         if self._is_engine_open:
             raise QualmsError(
                 "engine='auto' has not chosen an engine yet; call choose_engine, or score a batch."
@@ -259,7 +283,7 @@ class Scorer:
         return self.settings
 
     def price(self, x: Any) -> Price:
-        """Count what the scores of one input cost.
+        """Count the work, time and memory that the scores of one input take.
 
         Args:
             x: inputs like those that will be scored, as for `__call__`; only the first input is
@@ -275,7 +299,7 @@ class Scorer:
         with self._open_model(batch) as model_context:
             context = BatchContext(model_context, batch)
             self._resolve_engine(context)
-            # Who asks for the price need not be warned of it.
+            # Turns off the warning of a long run: who asks for the price knows it.
             self._cache.warned.add(LONG)
             return price_of(context, self.methods.values())
 
@@ -284,12 +308,13 @@ class Scorer:
 
         Args:
             batch: the inputs.
-            numbers: the numbers of the inputs.
+            numbers: a number for each input, which decides its random draws.
         """
         with self._open_model(batch) as model_context:
             context = BatchContext(model_context, batch, numbers)
             start = time.perf_counter()
-            num_inputs = len(context.logits)  # runs the plain forward pass
+            # Reading `context.logits` runs the plain forward pass, whose time predicts the run's.
+            num_inputs = len(context.logits)
             seconds_each = (time.perf_counter() - start) / num_inputs
             self._resolve_engine(context)
             warn_of_long_run(context, self.methods.values(), seconds_each)
@@ -309,7 +334,7 @@ class Scorer:
         Args:
             positions: how outputs are read, and at which positions scores are wanted.
             batch: the inputs.
-            numbers: the numbers of the inputs.
+            numbers: a number for each input, which decides its random draws.
             position_targets: the masks, targets and spans of the inputs.
         """
         with self._open_model(batch) as model_context:
@@ -319,15 +344,23 @@ class Scorer:
 
     @contextmanager
     def _open_model(self, batch: Batch) -> Iterator[ModelContext]:
-        """Inside, the model is in evaluation mode; caches are emptied first if its weights changed.
+        """Put the model into evaluation mode for the block, and restore its state afterwards.
+
+        If the model's weights have changed since the last batch, all caches are emptied first.
 
         Args:
-            batch: the inputs, to warn if their units do not fit the noise.
+            batch: the inputs; a warning is issued if their units do not fit the methods' noise.
+
+        Yields:
+            The model with the settings, data and caches of its scores.
         """
         with preserve_state(self.model) as inner:
             state = entry_fingerprint(inner)
             if self._model_state != state:
-                self._cache, self._method_cache, self._model_state = PlanCache(), {}, state
+                self._model_state = state
+                self._cache = PlanCache()
+                self._method_cache = {}
+                # A threshold that was calibrated on the old weights no longer fits.
                 self._require_own_threshold()
             self._warn_of_units(batch)
             yield ModelContext(
@@ -342,11 +375,14 @@ class Scorer:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle, with empty caches: these hold tensors of a graph."""
+        """Return the attributes to copy or pickle, with empty caches.
+
+        The caches hold tensors of an autograd graph, which can be neither copied nor pickled.
+        """
         return {**vars(self), "_cache": PlanCache(), "_method_cache": {}, "_model_state": None}
 
     def _first_method(self) -> Method:
-        """Return the method whose scores the threshold decides on."""
+        """Return the first of the methods, whose scores the threshold is compared with."""
         return next(iter(self.methods.values()))
 
     def _gradient_methods(self) -> tuple[GradientScore, ...]:
@@ -355,23 +391,25 @@ class Scorer:
 
     @property
     def _is_engine_open(self) -> bool:
-        """Whether `auto` has yet to decide how the scores of the first method are computed."""
+        """Whether the first method is a gradient score and `engine="auto"` is not resolved yet."""
         return self.settings.engine == "auto" and isinstance(self._first_method(), GradientScore)
 
     def _runs_exact_engine(self) -> bool:
-        """Whether the exact engine will run, so that its logits can be compared with a plain pass.
-
-        With `auto` it may run, which counts as well.
-        """
+        """Whether a method needs gradients of the exact engine, or may need them under `auto`."""
         may_be_exact = self.settings.engine_name in ("exact", "auto")
         if may_be_exact and self._gradient_methods():
             return True
+        # Methods that use the exact engine, whatever engine was chosen.
         return any(method.always_exact for method in self.methods.values())
 
     def _resolve_engine(self, context: BatchContext) -> None:
-        """Replace the engine `auto` by one chosen by the work it takes, if any score needs one.
+        """Replace `engine="auto"` by the engine chosen for this model and batch.
 
-        Changes the settings of this scorer and of the model's context.
+        Does nothing if the engine is set already, or if no method is a gradient score.
+
+        Args:
+            context: the model with a batch. The settings of its `model_context` are changed, as
+                are those of this scorer.
         """
         if self.settings.engine != "auto" or not self._gradient_methods():
             return
@@ -387,9 +425,9 @@ class Scorer:
         self._require_own_threshold()
 
     def _describe_scores(self) -> Provenance:
-        """Describe what the scores of the first method depend on: model, method, and settings.
+        """Return the method, network and settings behind the scores of the first method.
 
-        Only the first method counts, as a threshold applies to its scores.
+        The other methods play no part, since a threshold applies to the first one's scores.
         """
         return describe_scores(
             unwrap_compiled(validate_model(self.model)),
@@ -400,26 +438,41 @@ class Scorer:
         )
 
     def _require_own_threshold(self) -> None:
-        """Raise an error if the threshold was calibrated on other scores.
+        """Raise an error if the threshold was calibrated with another method, network or settings.
 
-        An engine that `auto` has yet to choose is compared once it is chosen.
+        A threshold without provenance, such as a plain number, is accepted.
         """
         if self.threshold is None or self.threshold.provenance is None:
             return
-        calibrated, current = self.threshold.provenance, self._describe_scores()
+        calibrated = self.threshold.provenance
+        current = self._describe_scores()
         if self._is_engine_open:
+            # `auto` has not chosen an engine yet. `_resolve_engine` compares the chosen one.
             current = replace(current, engine=calibrated.engine, tolerance=calibrated.tolerance)
         calibrated.require_same(current)
 
     def _warn_of_units(self, batch: Batch) -> None:
-        """Warn once if noise is meant for pixels, and the inputs are images in other units."""
-        x = batch_tensors(batch)[0]
-        if not self._noise_in_input_units or x.ndim != 4 or not x.is_floating_point():
+        """Warn once if noise meant for pixels in [0, 1] is added to images of another range.
+
+        `+smooth(0.02)` adds noise of standard deviation 0.02 to the inputs. That is 2 % of a
+        pixel's range for pixels in [0, 1], but not for normalized images, unless `pixel_std` was
+        passed.
+
+        Args:
+            batch: the inputs. They count as images if their first tensor is [n, c, h, w] of floats.
+        """
+        if not self._unscaled_noisy_specs:
+            # No spec has noise, `pixel_std` was passed, or the warning has been given.
             return
-        low, high = (float(end) for end in x.aminmax())
+        images = batch_tensors(batch)[0]
+        if images.ndim != 4 or not images.is_floating_point():
+            return
+        low, high = (float(end) for end in images.aminmax())
         if low >= -PIXEL_MARGIN and high <= 1 + PIXEL_MARGIN:
             return
-        spec, self._noise_in_input_units = self._noise_in_input_units[0], ()
+        spec = self._unscaled_noisy_specs[0]
+        # Emptied, so that later batches do not repeat the warning.
+        self._unscaled_noisy_specs = ()
         warnings.warn(
             f"the images range from {low:.3g} to {high:.3g}, so they look normalized; pass "
             "pixel_std= (the standard deviation that the pixels were divided by) to scale the "
@@ -430,7 +483,12 @@ class Scorer:
 
 
 def _require_numbers(numbers: Sequence[int], num_inputs: int) -> None:
-    """Raise an error if there are fewer numbers than inputs read so far."""
+    """Raise an error if the user passed fewer numbers than inputs have been read so far.
+
+    Args:
+        numbers: the `numbers` argument of a `Scorer` call, one number for each input.
+        num_inputs: how many inputs have been read so far.
+    """
     if len(numbers) < num_inputs:
         raise QualmsError(
             f"there are {len(numbers)} numbers for at least {num_inputs} inputs; "
@@ -439,11 +497,18 @@ def _require_numbers(numbers: Sequence[int], num_inputs: int) -> None:
 
 
 def _as_threshold(threshold: Threshold | float | None) -> Threshold | None:
-    """Turn a number into a `Threshold` without provenance; return a `Threshold` or None as is."""
+    """Convert a number to a `Threshold` without provenance; return others unchanged.
+
+    Args:
+        threshold: the `threshold` argument of `Scorer`.
+
+    Raises:
+        QualmsError: if it is neither a number, nor a `Threshold`, nor None.
+    """
     if threshold is None or isinstance(threshold, Threshold):
         return threshold
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
         raise QualmsError(
             f"threshold is a {type(threshold).__name__}; pass a number, or a qualms.Threshold."
         )
-    return Threshold(float(threshold), 0, "given")
+    return Threshold(float(threshold), samples=0, rule="given")

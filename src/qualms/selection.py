@@ -86,15 +86,17 @@ def select(
     if diversity is not None:
         _require_diversity(diversity, pool, parsed, options.get("norm", "l2"))
     if isinstance(pool, Tensor):
-        # Before the scores, which may take long.
+        # Checked now, since scoring may take long. The size of other pools is known only then.
         _require_size(k, len(pool))
+    # `score` converts noise by `pixel_std` itself, so it gets the method as the user passed it.
     scores = score(model, pool, method, progress=progress, **options)
     order = scores.argsort(descending=True, stable=True).cpu()
     _require_size(k, len(order))
     if diversity is None or not isinstance(parsed, GradientScore):
         return order[:k]
-    # The rounding guard keeps 1.1 * 10 from asking for 12.
-    candidates = order[: max(k, math.ceil(diversity * k - 1e-9))]
+    # Without 1e-9, rounding would turn 1.1 * 10 into 12.
+    num_candidates = max(k, math.ceil(diversity * k - 1e-9))
+    candidates = order[:num_candidates]
     settings = Settings(
         Sketch(DIVERSITY_TANGENTS),
         options.get("layers", "module"),
@@ -113,10 +115,16 @@ def select(
 
 
 def _require_pool(pool: Any, k: int) -> None:
-    """Raise an error if k is not a positive integer, or if the pool is a loader that shuffles."""
+    """Raise an error if k is not a positive integer, or if the pool is a loader that shuffles.
+
+    Args:
+        pool: the pool, as `select` takes it.
+        k: the number of inputs to select.
+    """
     if not isinstance(k, int) or k < 1:
         raise QualmsError(f"k={k!r} is invalid; pass the number of inputs to select, 1 or more.")
     if isinstance(pool, DataLoader):
+        # A loader with a `batch_sampler` shuffles there, if it does.
         samplers = (pool.sampler, getattr(pool.batch_sampler, "sampler", None))
         if any(isinstance(sampler, SHUFFLING_SAMPLERS) for sampler in samplers):
             raise QualmsError(
@@ -126,13 +134,13 @@ def _require_pool(pool: Any, k: int) -> None:
 
 
 def _require_diversity(diversity: int | float, pool: Any, method: Method, norm: str) -> None:
-    """Raise an error if a diverse selection is impossible.
+    """Raise an error if the arguments of `select` do not allow a diverse selection.
 
     Args:
-        diversity: the number of candidates for each pick.
-        pool: the pool, which has to be readable twice.
+        diversity: the number of candidates for each input to select, at least 1.
+        pool: the pool, which has to be readable twice, so no iterator.
         method: the method, which has to be a gradient score.
-        norm: the norm of the gradients, which has to be l2.
+        norm: the norm of the gradients, which has to be "l2".
     """
     if not isinstance(diversity, (int, float)) or not 1 <= diversity < math.inf:
         raise QualmsError(
@@ -150,7 +158,7 @@ def _require_diversity(diversity: int | float, pool: Any, method: Method, norm: 
 
 
 def require_gradients(method: Method) -> None:
-    """Raise an error unless a method is a gradient score, whose gradients can be compared."""
+    """Raise an error unless a method is a gradient score: others have no gradients to compare."""
     if not isinstance(method, GradientScore):
         raise QualmsError(
             f"diversity needs a gradient score, such as {DEFAULT!r}, but {method.name} is not one."
@@ -158,7 +166,7 @@ def require_gradients(method: Method) -> None:
 
 
 def _require_size(k: int, num_inputs: int) -> None:
-    """Raise an error if more inputs are to be selected than the pool has."""
+    """Raise an error if k, the number of inputs to select, exceeds the number in the pool."""
     if k > num_inputs:
         raise QualmsError(f"k is {k}, but the pool has only {num_inputs} inputs; pass a smaller k.")
 
@@ -166,14 +174,13 @@ def _require_size(k: int, num_inputs: int) -> None:
 def gradient_features(
     model: nn.Module, pool: Any, chosen: Sequence[int], method: GradientScore, settings: Settings
 ) -> Float[Tensor, "n f"]:
-    """Compute a feature vector for each chosen input; distances between these vectors estimate
-    those between the inputs' gradients.
+    """Compute a feature vector for each chosen input, such that distances between the vectors
+    estimate distances between the inputs' gradients.
 
-    φ(x) = [w_c ⟨s_j, g_c(x)⟩]_{c,j} / sqrt(k), with s_j the k random tangents of the sketch.
-
-    ‖φ(x) - φ(x')‖² estimates Σ_c ‖w_c g_c(x) - w'_c g_c(x')‖², w_c the weight that the score gives
-    to the gradient g_c of class c (a score of a single gradient has one g). `+layers` weights the
-    layers of each g_c; `+smooth` averages g_c over perturbed inputs.
+    φ(x) = [w_c ⟨s_j, g_c(x)⟩]_{c,j} / sqrt(k), with g_c(x) the gradient of class c, w_c the weight
+    that the score gives to it, and s_1, …, s_k the random tangents of the sketch. Then
+    ‖φ(x) - φ(x')‖² estimates Σ_c ‖w_c g_c(x) - w'_c g_c(x')‖². A score of a single gradient has one
+    g; `+layers` weights the layers of each g_c; `+smooth` averages g_c over perturbed inputs.
 
     Args:
         model: the classifier.
@@ -183,27 +190,30 @@ def gradient_features(
         settings: how gradients are computed, with a sketch as the engine.
 
     Returns:
-        A row of features for each index in `chosen`, in this order.
+        A row of f features for each of the n indices in `chosen`, in this order.
     """
-    numbers: list[int] = []
-    parts: list[Tensor] = []
-    cache, directions = PlanCache(), Directions((method.direction,))
+    # The indices in the pool whose features are computed, in the order of the computation.
+    computed_indices: list[int] = []
+    feature_blocks: list[Tensor] = []
+    cache = PlanCache()
+    directions = Directions((method.direction,))
     with preserve_state(model) as inner:
-        for batch_numbers, batch in _gather(pool, inner, set(chosen)):
-            request = GradientRequest(
-                inner, batch, batch_numbers, settings, directions, method.smooth
-            )
+        for indices, batch in _gather_by_shape(pool, inner, set(chosen)):
+            request = GradientRequest(inner, batch, indices, settings, directions, method.smooth)
             for projected, logits in project_gradients(request, method.layers, cache):
                 weights = method.weights_at(logits)
+                # [tangents, inputs, gradients], flattened to [inputs, f].
                 projections = weights * projected.values / math.sqrt(len(projected.values))
-                parts.append(projections.movedim(0, -1).flatten(1).float())
-            numbers += batch_numbers
-    rows = {number: row for row, number in enumerate(numbers)}
-    return torch.cat(parts)[[rows[number] for number in chosen]]
+                feature_blocks.append(projections.movedim(0, -1).flatten(1).float())
+            computed_indices += indices
+    row_of_index = {index: row for row, index in enumerate(computed_indices)}
+    return torch.cat(feature_blocks)[[row_of_index[index] for index in chosen]]
 
 
-def _gather(pool: Any, model: nn.Module, chosen: set[int]) -> Iterator[tuple[list[int], Batch]]:
-    """Collect the chosen inputs of a pool, those of equal shapes in one batch.
+def _gather_by_shape(
+    pool: Any, model: nn.Module, chosen: set[int]
+) -> Iterator[tuple[list[int], Batch]]:
+    """Collect the chosen inputs of a pool, and join those of equal shapes to one batch.
 
     Args:
         pool: the pool, as `select` takes it.
@@ -211,8 +221,9 @@ def _gather(pool: Any, model: nn.Module, chosen: set[int]) -> Iterator[tuple[lis
         chosen: the indices of the inputs in the pool.
 
     Yields:
-        The indices in the pool of the inputs of a batch, and the batch.
+        The indices of a batch's inputs in the pool, and the batch.
     """
+    # Indices in the pool, and the batches that hold these inputs, by the shapes of an input.
     by_shape: dict[Any, tuple[list[int], list[Batch]]] = {}
     for first, batch in numbered_batches(pool, model):
         in_batch = [i for i in range(num_samples(batch)) if first + i in chosen]
@@ -220,12 +231,13 @@ def _gather(pool: Any, model: nn.Module, chosen: set[int]) -> Iterator[tuple[lis
             continue
         part = take_samples(batch, in_batch)
         shapes = tuple(t.shape[1:] for t in batch_tensors(part))
-        numbers, parts = by_shape.setdefault(shapes, ([], []))
-        numbers.extend(first + i for i in in_batch)
+        indices, parts = by_shape.setdefault(shapes, ([], []))
+        indices.extend(first + i for i in in_batch)
         parts.append(part)
-    for numbers, parts in by_shape.values():
-        columns = zip(*map(batch_tensors, parts), strict=True)
-        yield numbers, with_tensors(parts[0], map(torch.cat, columns))
+    for indices, parts in by_shape.values():
+        # An input may be several tensors: joins the first of all parts, the second, …
+        tensors_to_join = zip(*map(batch_tensors, parts), strict=True)
+        yield indices, with_tensors(parts[0], map(torch.cat, tensors_to_join))
 
 
 def k_center(features: Float[Tensor, "n f"], k: int) -> list[int]:
@@ -234,19 +246,22 @@ def k_center(features: Float[Tensor, "n f"], k: int) -> list[int]:
     Of equally far rows the first is picked.
 
     Args:
-        features: the rows.
+        features: the n rows.
         k: the number of rows to pick, at most n.
     """
 
-    def distances(row: int) -> Float[Tensor, " n"]:
-        """Compute the distances of all rows from one row."""
+    def distances_from(row: int) -> Float[Tensor, " n"]:
+        """Compute the Euclidean distance of each of the n rows of `features` from one row."""
         return torch.linalg.vector_norm(features - features[row], dim=1, dtype=torch.double)
 
-    # nearest: the distance of each row from the nearest picked row.
-    picked, nearest = [0], distances(0)
+    picked = [0]
+    # The distance of each row from the nearest picked row.
+    nearest_distances = distances_from(0)
     while len(picked) < k:
-        # So that no row is picked twice, even if others equal it.
-        nearest[picked[-1]] = -1
-        picked.append(int((nearest == nearest.max()).nonzero()[0]))
-        nearest = torch.minimum(nearest, distances(picked[-1]))
+        # Below all distances, so that no row is picked twice, even if all others equal it.
+        nearest_distances[picked[-1]] = -1
+        # The first of the farthest rows, which `argmax` does not promise.
+        farthest = int((nearest_distances == nearest_distances.max()).nonzero()[0])
+        picked.append(farthest)
+        nearest_distances = torch.minimum(nearest_distances, distances_from(farthest))
     return picked

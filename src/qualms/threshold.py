@@ -76,15 +76,20 @@ class Threshold:
             coverage: the share to accept, above 0 and at most 1.
             provenance: how the scores were computed, for a `Scorer` to compare.
         """
-        s = _as_scores(scores).sort().values
+        sorted_scores = _as_scores(scores).sort().values
         if not 0 < coverage <= 1:
             raise QualmsError(
                 f"coverage={coverage} is invalid; pass a fraction of the inputs, above 0 and at "
                 "most 1."
             )
-        accepted = max(1, math.ceil(coverage * len(s) - _ROUNDING))
-        value, rule = float(s[accepted - 1]), f"coverage {coverage:g}"
-        return cls(value, len(s), rule, provenance, _thin_out(s))
+        accepted = max(1, math.ceil(coverage * len(sorted_scores) - _ROUNDING))
+        return cls(
+            value=float(sorted_scores[accepted - 1]),
+            samples=len(sorted_scores),
+            rule=f"coverage {coverage:g}",
+            provenance=provenance,
+            reference=_thin_out(sorted_scores),
+        )
 
     @classmethod
     @renamed_arguments(made_by="provenance")
@@ -116,27 +121,42 @@ class Threshold:
                 to look at the given inputs alone.
             provenance: how the scores were computed, for a `Scorer` to compare.
         """
-        s = _as_scores(scores)
+        flat_scores = _as_scores(scores)
         right = torch.as_tensor(correct).detach().cpu().flatten().to(torch.bool)
-        if len(right) != len(s):
+        if len(right) != len(flat_scores):
             raise QualmsError(
-                f"there are {len(s)} scores and {len(right)} outcomes; pass one outcome per score."
+                f"there are {len(flat_scores)} scores and {len(right)} outcomes; pass one outcome "
+                "per score."
             )
         if not 0 <= risk < 1:
             raise QualmsError(
                 f"risk={risk} is invalid; pass a fraction of the accepted inputs, from 0 to below "
                 "1."
             )
-        order = s.argsort()
-        s, mistakes = s[order], (~right[order]).double().cumsum(0)
+        order = flat_scores.argsort()
+        sorted_scores = flat_scores[order]
+        # How many predictions are wrong among the i lowest scores, i = 1..n.
+        mistakes = (~right[order]).double().cumsum(0)
         rule = f"risk {risk:g}"
         if confidence is None:
-            value = _highest_within(s, mistakes, risk)
+            value = _find_highest_within_risk(sorted_scores, mistakes, risk)
         else:
             rule += f" at confidence {confidence:g}"
-            limit = _certified_limit(s, mistakes, risk, confidence)
+            limit = _find_certified_limit(
+                sorted_scores,
+                mistakes,
+                risk=risk,
+                confidence=confidence,
+            )
+            # The limit itself has no guarantee, only the scores below it.
             value = _next_below(limit, torch.as_tensor(scores).dtype)
-        return cls(value, len(s), rule, provenance, _thin_out(s))
+        return cls(
+            value=value,
+            samples=len(sorted_scores),
+            rule=rule,
+            provenance=provenance,
+            reference=_thin_out(sorted_scores),
+        )
 
     def accept(self, scores: Any) -> Bool[Tensor, "..."]:
         """Decide which inputs the model can be trusted with.
@@ -163,21 +183,23 @@ class Threshold:
                 "the threshold does not include the scores that it was calibrated on; "
                 "create it with Threshold.from_scores or Threshold.from_labels."
             )
-        s = torch.as_tensor(scores).detach().cpu().flatten().double()
-        lower = torch.searchsorted(torch.tensor(self.reference, dtype=torch.double), s)
-        return 100 * lower.double() / len(self.reference)
+        flat_scores = torch.as_tensor(scores).detach().cpu().flatten().double()
+        reference = torch.tensor(self.reference, dtype=torch.double)
+        # In a sorted tensor, the insertion point is the number of lower entries.
+        num_lower = torch.searchsorted(reference, flat_scores)
+        return 100 * num_lower.double() / len(reference)
 
     def save(self, path: str | Path) -> None:
-        """Write the threshold to a JSON file, which `load` reads."""
+        """Write the threshold to a JSON file for `Threshold.load`, completely or not at all."""
         with explain_write_failure(path), atomic_write(Path(path)) as part:
             part.write_text(self.to_json() + "\n")
 
     def fingerprint(self) -> str:
-        """Hash all fields to sixteen hex digits."""
+        """Hash all fields of the threshold to sixteen hex digits."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        """Write all fields as a JSON object; a value of minus infinity is null."""
+        """Format all fields as a JSON object; a value of minus infinity becomes null."""
         values = asdict(self)
         if not math.isfinite(self.value):
             values["value"] = None
@@ -207,10 +229,15 @@ class Threshold:
 
     @classmethod
     def _from_dict(cls, values: dict[str, Any]) -> "Threshold":
-        """Create a threshold from what `to_json` wrote.
+        """Create a threshold from the fields that `to_json` wrote.
 
-        A wrong file raises errors of many types, which `load` turns into one.
+        Args:
+            values: the parsed JSON, which may come from a damaged or unrelated file.
+
+        Raises:
+            Exception: if it is not a threshold: any of the errors that `load` catches.
         """
+        # JSON has no infinity: null stands for minus infinity.
         value = -math.inf
         if values["value"] is not None:
             value = finite_float(values["value"])
@@ -222,73 +249,87 @@ class Threshold:
         reference = tuple(finite_float(score) for score in values.get("reference", ()))
         if list(reference) != sorted(reference):
             raise ValueError("reference is not sorted")
-        # Files of an earlier version have made_by.
+        # Earlier versions wrote the provenance as `made_by`.
         origin = values.get("provenance") or values.get("made_by")
         provenance = Provenance.from_dict(origin) if origin else None
         return cls(value, samples, rule, provenance, reference)
 
 
 def _as_scores(scores: Any) -> Float[Tensor, " n"]:
-    """Convert scores to a flat tensor of doubles, and check that they are finite.
+    """Convert scores to a flat tensor of doubles on the CPU.
 
-    Doubles hold float32 scores exactly, so a threshold accepts the scores that it was made from.
+    Doubles hold float32 scores exactly, so a threshold that equals a score accepts it.
+
+    Args:
+        scores: what torch converts to a tensor, of any shape.
+
+    Raises:
+        QualmsError: if there are no scores, or if some are NaN or infinite.
     """
-    s = torch.as_tensor(scores).detach().cpu().flatten().double()
-    if len(s) == 0 or not bool(torch.isfinite(s).all()):
+    flat_scores = torch.as_tensor(scores).detach().cpu().flatten().double()
+    if len(flat_scores) == 0 or not bool(torch.isfinite(flat_scores).all()):
         raise QualmsError(
             "the scores are empty, or some are NaN or infinite; "
             "pass finite scores, without masked positions."
         )
-    return s
+    return flat_scores
 
 
-def _thin_out(s: Float[Tensor, " n"]) -> tuple[float, ...]:
-    """Select sorted scores for `Threshold.reference`: at most 1001, at equal distances of rank.
+def _thin_out(sorted_scores: Float[Tensor, " n"]) -> tuple[float, ...]:
+    """Select at most 1001 of n sorted scores, at equal distances of rank.
 
     The lowest and the highest score are always among them.
     """
-    count = min(REFERENCE_SCORES, len(s))
-    ranks = torch.linspace(0, len(s) - 1, count, dtype=torch.double).round().long()
-    return tuple(s.sort().values[ranks].tolist())
+    count = min(REFERENCE_SCORES, len(sorted_scores))
+    last = len(sorted_scores) - 1
+    ranks = torch.linspace(0, last, count, dtype=torch.double)
+    return tuple(sorted_scores[ranks.round().long()].tolist())
 
 
 def _next_below(limit: float, dtype: torch.dtype) -> float:
-    """Return the largest number below a limit, so that scores equal to the limit are rejected.
+    """Return the largest floating-point number below a limit.
+
+    As the value of a threshold, it rejects scores that equal the limit.
 
     Args:
-        limit: a score.
-        dtype: the dtype of the scores, as the next float32 is farther away than the next double.
+        limit: the limit.
+        dtype: the dtype of the scores. The next lower float32 is farther away than the next lower
+            double, so for float32 scores the result is a float32 number.
     """
     precision = torch.float32 if dtype == torch.float32 else torch.double
     lowest = torch.tensor(-math.inf, dtype=precision)
     return float(torch.tensor(limit, dtype=precision).nextafter(lowest))
 
 
-def _highest_within(s: Float[Tensor, " n"], mistakes: Float[Tensor, " n"], risk: float) -> float:
-    """Find the highest score up to which at most a share `risk` of these inputs is wrong.
+def _find_highest_within_risk(
+    sorted_scores: Float[Tensor, " n"], mistakes: Float[Tensor, " n"], risk: float
+) -> float:
+    """Find the highest score such that at most a share `risk` of the inputs up to it is wrong.
 
     Args:
-        s: the scores, sorted.
-        mistakes: how many predictions are wrong up to each score.
+        sorted_scores: the scores of n inputs, in ascending order.
+        mistakes: how many predictions are wrong among the i lowest scores, i = 1..n.
         risk: the error rate to allow.
 
     Returns:
         The score; minus infinity if there is none.
     """
-    rates = mistakes / torch.arange(1, len(s) + 1)
-    # A threshold accepts all equal scores or none.
-    is_last_of_equal = torch.cat([s[1:] != s[:-1], torch.tensor([True])])
-    allowed = (is_last_of_equal & (rates <= risk + 1e-12)).nonzero()
-    return float(s[allowed[-1]]) if len(allowed) else -math.inf
+    error_rates = mistakes / torch.arange(1, len(sorted_scores) + 1)
+    # A threshold accepts all equal scores or none, so only the last of equal scores is a choice.
+    is_last_of_equal = torch.ones(len(sorted_scores), dtype=torch.bool)
+    is_last_of_equal[:-1] = sorted_scores[1:] != sorted_scores[:-1]
+    # 1e-12 allows for rounding.
+    allowed = (is_last_of_equal & (error_rates <= risk + 1e-12)).nonzero()
+    return float(sorted_scores[allowed[-1]]) if len(allowed) else -math.inf
 
 
 class _Candidate(NamedTuple):
-    """A threshold that is tried: inputs with scores below `limit` are accepted.
+    """A limit that is tried: a threshold there would accept the inputs with scores below it.
 
     Attributes:
-        limit: the score.
-        accepted: the number of labeled inputs below it.
-        wrong: how many of these the model predicts wrongly.
+        limit: the score at the limit.
+        accepted: the number of labeled inputs with scores below the limit.
+        wrong: how many of these inputs the model predicts wrongly.
     """
 
     limit: float
@@ -296,21 +337,25 @@ class _Candidate(NamedTuple):
     wrong: int
 
 
-def _certified_limit(
-    s: Float[Tensor, " n"], mistakes: Float[Tensor, " n"], risk: float, confidence: float
+def _find_certified_limit(
+    sorted_scores: Float[Tensor, " n"],
+    mistakes: Float[Tensor, " n"],
+    risk: float,
+    confidence: float,
 ) -> float:
-    """Find the highest score below which future inputs are wrong at most at a rate of `risk`, with
+    """Find the highest score below which the error rate of future inputs is at most `risk`, with
     the given confidence.
 
-    Up to eleven coverages are tried, chosen by the number of inputs alone, and 1 - confidence is
-    shared between them. For each, given the score t at that rank, the inputs below t are
-    independent draws of those with scores below t, so their mistakes are binomial, and the limit of
-    Clopper & Pearson (1934) is exact. (Geifman & El-Yaniv, Selective Classification for Deep Neural
-    Networks, NeurIPS 2017, search the coverage by halves in place of a fixed list.)
+    Up to eleven coverages (`COVERAGES`) are tried, and each may fail with an equal share of the
+    probability 1 - confidence. A coverage accepts the labeled inputs whose scores are below the
+    score t at its rank. Given t, these inputs are independent draws of all inputs with scores below
+    t, so the number of mistakes among them is binomial, and the confidence limit of Clopper &
+    Pearson (1934) is exact. (Geifman & El-Yaniv, Selective Classification for Deep Neural Networks,
+    NeurIPS 2017, search the coverage by bisection instead of in a fixed list.)
 
     Args:
-        s: the scores, sorted.
-        mistakes: how many predictions are wrong up to each score.
+        sorted_scores: the scores of n labeled inputs, in ascending order.
+        mistakes: how many predictions are wrong among the i lowest scores, i = 1..n.
         risk: the error rate to allow.
         confidence: the probability that the error rate is at most `risk`.
 
@@ -326,56 +371,71 @@ def _certified_limit(
         f"an error rate of at most {100 * risk:g} % among accepted inputs, with "
         f"{100 * confidence:g} % confidence,"
     )
-    n, needed = len(s), least_inputs(risk, confidence) + 1
+    n = len(sorted_scores)
+    # One more than must be right: the input at the limit itself is not accepted.
+    needed = least_inputs(risk, confidence) + 1
     if n < needed:
         raise QualmsError(
             f"{promise} requires {needed} labeled inputs, even if none of them is wrong, "
             f"but there are only {n}; add {needed - n}, or allow more risk."
         )
-    ranks = _ranks_to_try(n, risk, confidence)
-    # The probability of a false guarantee, for each rank.
-    chance = (1 - confidence) / len(ranks)
+    ranks = _choose_ranks(n, risk, confidence)
+    # The probability with which the guarantee of each rank may be false.
+    failure_probability = (1 - confidence) / len(ranks)
     candidates = []
     for rank in ranks:
-        accepted = int((s < s[rank - 1]).sum())
+        limit = sorted_scores[rank - 1]
+        # Fewer than `rank - 1` if scores are equal to the limit.
+        accepted = int((sorted_scores < limit).sum())
         wrong = int(mistakes[accepted - 1]) if accepted else 0
-        candidates.append(_Candidate(float(s[rank - 1]), accepted, wrong))
+        candidates.append(_Candidate(float(limit), accepted, wrong))
+    # From the highest limit down.
     for candidate in candidates:
-        if binomial_cdf(candidate.wrong, candidate.accepted, risk) <= chance:
+        p_value = binomial_cdf(candidate.wrong, candidate.accepted, risk)
+        if p_value <= failure_probability:
             return candidate.limit
-    raise QualmsError(f"{promise} {_explain_missing_labels(candidates, n, risk, chance)}")
+    reason = _explain_missing_labels(candidates, n, risk, failure_probability)
+    raise QualmsError(f"{promise} {reason}")
 
 
-def _ranks_to_try(n: int, risk: float, confidence: float) -> list[int]:
-    """Choose the ranks to try, one for each of the highest `COVERAGES`, as n inputs suffice for.
+def _choose_ranks(n: int, risk: float, confidence: float) -> list[int]:
+    """Choose the ranks whose scores are tried as limits, one for each of the highest `COVERAGES`.
 
-    The more ranks are tried, the more confidence each needs, and the more inputs without a mistake.
-    The labels play no part in the choice, which the guarantee requires.
+    There are as many ranks as n inputs suffice for: the more ranks are tried, the higher is the
+    confidence that each needs, and the more inputs without a mistake this takes. The choice does
+    not depend on the labels, as the guarantee requires.
 
     Args:
         n: the number of labeled inputs.
         risk: the error rate to allow.
         confidence: the probability that the error rate is at most `risk`.
     """
-    ranks = [math.floor(share * n + _ROUNDING) for share in COVERAGES]
-    count = 0
-    for tried, rank in enumerate(ranks, 1):
-        if rank > least_inputs(risk, 1 - (1 - confidence) / tried):
-            count = tried
-    return ranks[:count]
+    ranks = [math.floor(coverage * n + _ROUNDING) for coverage in COVERAGES]
+    num_tried = 0
+    for count, rank in enumerate(ranks, 1):
+        # If `count` ranks are tried, each may fail with this share of the probability.
+        failure_probability = (1 - confidence) / count
+        if rank > least_inputs(risk, 1 - failure_probability):
+            num_tried = count
+    return ranks[:num_tried]
 
 
 def _explain_missing_labels(
-    candidates: list[_Candidate], n: int, risk: float, chance: float
+    candidates: list[_Candidate], n: int, risk: float, failure_probability: float
 ) -> str:
-    """Explain why no candidate has the guarantee, and about how many labels that would take.
+    """Explain why no limit has the guarantee, and about how many labels it would take.
 
     Args:
-        candidates: all limits that were tried.
+        candidates: all limits that were tried; the error rate below each was too high, or too
+            uncertain.
         n: the number of labeled inputs.
         risk: the error rate to allow.
-        chance: the probability of a false guarantee that each candidate may have.
+        failure_probability: the probability with which the guarantee of each limit may be false.
+
+    Returns:
+        The end of a sentence that begins with the guarantee.
     """
+    # The lowest error rate; of equal rates the one of the most inputs.
     best = min(
         (c for c in candidates if c.accepted),
         key=lambda c: (c.wrong / c.accepted, -c.accepted),
@@ -393,12 +453,19 @@ def _explain_missing_labels(
             f"{best.wrong} are wrong; allow more risk, or use a method or a network that "
             "separates its mistakes better."
         )
-    # By the normal approximation, which is all that "about" promises.
-    deviations = -float(torch.special.ndtri(torch.tensor(chance, dtype=torch.double)))
+    # By the normal approximation: with m inputs of a true error rate `risk`, a rate as low as
+    # `rate` is sqrt(m) (risk - rate) / sqrt(variance) standard deviations away, which must reach the
+    # quantile of `failure_probability`.
+    probability = torch.tensor(failure_probability, dtype=torch.double)
+    deviations = -float(torch.special.ndtri(probability))
     variance = risk * (1 - risk)
-    more = max(1.2, deviations**2 * variance / (risk - rate) ** 2 / best.accepted)
+    accepted_needed = deviations**2 * variance / (risk - rate) ** 2
+    # At least a fifth more labels, as the present ones do not suffice.
+    factor = max(1.2, accepted_needed / best.accepted)
+    # Rounded to two digits.
+    labels_needed = float(f"{n * factor:.1e}")
     return (
-        f"requires about {float(f'{n * more:.1e}'):.0f} labeled inputs, as {best.wrong} of the "
+        f"requires about {labels_needed:.0f} labeled inputs, as {best.wrong} of the "
         f"{best.accepted} most certain are wrong, but there are only {n}; add more, or "
         "allow more risk."
     )

@@ -5,7 +5,7 @@ import pytest
 
 import qualms
 from qualms import metrics
-from qualms.metrics.groups import auroc_difference_interval, auroc_interval, pairs_won
+from qualms.metrics.groups import auroc_difference_interval, auroc_interval, count_pairs_won
 
 random = np.random.default_rng(0)
 # Texts differ from each other, and scores have ties.
@@ -14,7 +14,7 @@ OTHER = (random.normal(size=(9, 1)) + random.normal(size=(9, 15)) + 0.5).round(1
 
 
 def test_all_pairs_of_all_groups_are_the_auroc() -> None:
-    won = pairs_won(list(KNOWN), list(OTHER))
+    won = count_pairs_won(list(KNOWN), list(OTHER))
     assert won.sum() / (KNOWN.size * OTHER.size) == pytest.approx(
         metrics.auroc(KNOWN.ravel(), OTHER.ravel())
     )

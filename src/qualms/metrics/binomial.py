@@ -19,17 +19,20 @@ def binomial_cdf(wrong: int, inputs: int, rate: float) -> float:
     """
     if wrong >= inputs or rate <= 0:
         return 1.0
-    k = torch.arange(wrong + 1, dtype=torch.double)
+    # Sums C(n, j) p^j (1 - p)^(n - j) over j = 0..k, in logarithms, which do not overflow.
+    j = torch.arange(wrong + 1, dtype=torch.double)
     n = torch.tensor(float(inputs), dtype=torch.double)
-    ways = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
-    log_terms = ways + k * math.log(rate) + (n - k) * math.log1p(-rate)
+    log_binomials = torch.lgamma(n + 1) - torch.lgamma(j + 1) - torch.lgamma(n - j + 1)
+    log_terms = log_binomials + j * math.log(rate) + (n - j) * math.log1p(-rate)
+    # Rounding could exceed 1.
     return min(1.0, float(log_terms.logsumexp(0).exp()))
 
 
 def upper_limit(wrong: int, inputs: int, confidence: float) -> float:
     """Compute the upper confidence limit of an error rate, from k mistakes on n inputs.
 
-    It is the smallest rate p with P(Bin(n, p) <= k) <= 1 - confidence, found by bisection.
+    It is the smallest rate p with P(Bin(n, p) <= k) <= 1 - confidence, with Bin(n, p) the binomial
+    distribution. It is found by bisection.
 
     Args:
         wrong: k, the number of mistakes.
@@ -37,6 +40,7 @@ def upper_limit(wrong: int, inputs: int, confidence: float) -> float:
         confidence: The confidence at which all higher rates are ruled out.
     """
     low, high = wrong / inputs, 1.0
+    # After 60 halvings the interval is below the precision of doubles.
     for _ in range(60):
         middle = (low + high) / 2
         if binomial_cdf(wrong, inputs, middle) <= 1 - confidence:
@@ -47,14 +51,14 @@ def upper_limit(wrong: int, inputs: int, confidence: float) -> float:
 
 
 def least_inputs(rate: float, confidence: float) -> int:
-    """Compute the smallest n with (1 - rate)ⁿ <= 1 - confidence.
+    """Compute how many inputs without a mistake rule out that mistakes occur at some rate.
 
-    That many inputs without a mistake rule out the rate.
+    It is the smallest n with (1 - rate)ⁿ <= 1 - confidence.
 
     Args:
-        rate: A rate of mistakes.
+        rate: The rate of mistakes to rule out.
         confidence: The confidence at which it is ruled out.
     """
-    # Without 1e-9, rounding could turn a whole number into the next one.
     inputs = math.log(1 - confidence) / math.log1p(-rate)
+    # Without 1e-9, rounding could turn an integer into the next one.
     return math.ceil(inputs - 1e-9)

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from qualms.errors import QualmsError
 from qualms.metrics.checks import array
 
-# The most draws for each resample that is needed: gives up where a measure is undefined on more
-# than nine tenths of the draws.
+# The most draws for each resample that is needed: a measure that is undefined on more than nine
+# tenths of the draws is an error.
 DRAWS_PER_RESAMPLE = 10
 
 
@@ -31,8 +31,9 @@ def interval(
     Args:
         measure: A function of the samples, such as `auroc`.
         samples: Its arguments, arrays whose first axis counts the inputs.
-        paired: Whether row i of all samples is one input, as in `raulc(uncertainty, correct)`. If
-            not, each sample is drawn on its own, as in `auroc(in_scores, out_scores)`.
+        paired: Whether row i of all samples belongs to one input, as in `raulc(uncertainty,
+            correct)`. If not, each sample is resampled independently, as in `auroc(in_scores,
+            out_scores)`.
         resamples: The number of resamples.
         level: The share of resamples between the two ends.
         seed: The seed of the draws.
@@ -49,14 +50,15 @@ def interval(
         print(f"AUROC {auroc(known, unknown):.2f}, between {low:.2f} and {high:.2f}")
         ```
     """
-    tables = []
+    arrays = []
     sizes = []
     for i, sample in enumerate(samples, 1):
-        table = array(sample, f"sample {i}")
-        tables.append(table)
-        sizes.append(len(table) if table.ndim else 0)
-    differ = len(set(sizes)) > 1
-    if not tables or not all(sizes) or (paired and differ):
+        values = array(sample, f"sample {i}")
+        arrays.append(values)
+        # A single number has no axis of inputs, and is refused below.
+        sizes.append(len(values) if values.ndim else 0)
+    sizes_differ = len(set(sizes)) > 1
+    if not arrays or not all(sizes) or (paired and sizes_differ):
         raise QualmsError(
             f"the samples have {sizes} inputs; pass at least one sample, "
             "and paired samples of the same size."
@@ -66,10 +68,16 @@ def interval(
             f"resamples={resamples} and level={level} are invalid; "
             "pass at least 1 resample and a level between 0 and 1."
         )
-    # Raises an error if it is undefined on the samples themselves.
-    measure(*tables)
-    values = _resampled_values(measure, tables, paired, resamples, seed)
-    return central_interval(list(islice(values, resamples)), level)
+    # Raises an error if the measure is undefined on the samples themselves.
+    measure(*arrays)
+    resampled = _measure_resamples(
+        measure,
+        arrays,
+        paired=paired,
+        resamples=resamples,
+        seed=seed,
+    )
+    return central_interval(list(islice(resampled, resamples)), level)
 
 
 def central_interval(values: Sequence[float], level: float) -> tuple[float, float]:
@@ -84,32 +92,37 @@ def central_interval(values: Sequence[float], level: float) -> tuple[float, floa
     return float(low), float(high)
 
 
-def _resampled_values(
+def _measure_resamples(
     measure: Callable[..., float],
-    tables: list[NDArray[Any]],
+    arrays: list[NDArray[Any]],
     paired: bool,
     resamples: int,
     seed: int,
 ) -> Iterator[float]:
-    """Yield the measure on one resample after the other, without those where it is undefined.
+    """Draw resamples, and yield the measure of each on which it is defined.
 
     Args:
-        measure: A function of the tables.
-        tables: Arrays whose rows are drawn.
-        paired: Whether the same rows are drawn from all of them.
-        resamples: The number of values needed, which bounds the number of draws.
+        measure: A function of the arrays; it raises a `QualmsError` where it is undefined.
+        arrays: The arrays whose rows are drawn with replacement.
+        paired: Whether the same rows are drawn from all arrays, which then have one length.
+        resamples: The number of values that the caller needs.
         seed: The seed of the draws.
+
+    Raises:
+        QualmsError: If ten times as many draws do not give the values that the caller needs.
     """
     random = np.random.default_rng(seed)
     for _ in range(DRAWS_PER_RESAMPLE * resamples):
         resample = []
         rows = None
-        for table in tables:
+        for values in arrays:
+            # Paired arrays share the rows drawn for the first one.
             if rows is None or not paired:
-                rows = random.integers(len(table), size=len(table))
-            resample.append(table[rows])
+                rows = random.integers(len(values), size=len(values))
+            resample.append(values[rows])
         try:
             yield measure(*resample)
         except QualmsError:
+            # Undefined on this resample: draw another one.
             continue
     raise QualmsError("the measure is undefined on nearly all resamples; pass more inputs.")

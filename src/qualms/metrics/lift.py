@@ -40,16 +40,19 @@ def lift_curve(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
             "no prediction is correct, so accuracy is 0 and lift is undefined; "
             "pass inputs with correct predictions."
         )
-    right_among = total_among_most_certain(u, right)
-    accuracy = right_among / np.arange(1, len(u) + 1)
+    # How many of the i most certain inputs are right, i = 1..n.
+    num_right = total_among_most_certain(u, right)
+    accuracy = num_right / np.arange(1, len(u) + 1)
     return accuracy / right.mean()
 
 
 def raulc(uncertainty: Any, correct: Any) -> float:
     """Compute rAULC = AULC / AULC of the ideal order, with AULC = mean_i(lift_i) - 1.
 
-    The ideal order has all correct predictions first. 1 is that order, 0 no better than chance, and
-    negative worse. Inputs of equal uncertainty count as the average over all of their orders.
+    AULC is the area under the lift curve: lift_i is the accuracy of the i most certain inputs,
+    divided by that of all inputs. The ideal order has all correct predictions first; its rAULC is
+    1. At 0, the order is no better than chance; below 0, it is worse. Inputs of equal uncertainty
+    count as the average over all of their orders.
 
     Args:
         uncertainty: One number per input, of shape [n]; higher means more uncertain.
@@ -70,5 +73,6 @@ def raulc(uncertainty: Any, correct: Any) -> float:
             "is undefined; pass inputs with both correct and wrong predictions."
         )
     area = lift_curve(u, right).mean() - 1
-    ideal = lift_curve(~right, right).mean() - 1
-    return float(area / ideal)
+    # The ideal uncertainty is 0 for correct predictions, and 1 for wrong ones.
+    ideal_area = lift_curve(~right, right).mean() - 1
+    return float(area / ideal_area)

@@ -13,9 +13,10 @@ from qualms.metrics.ranking import aupr, auroc, fpr95
 def pixel_metrics(
     scores: Any, labels: Any, unknown: int | Collection[int], ignore_index: int = 255
 ) -> dict[str, float]:
-    """Compute `auroc`, `aupr` and `fpr95` of all pixels in one ranking, unknown pixels positive.
+    """Compute how well scores separate pixels of unknown objects from others: `auroc`, `aupr` and
+    `fpr95`, with unknown pixels as the positive class.
 
-    Nothing is averaged over images, so large objects count for more than small ones.
+    The pixels of all images are ranked together, so large objects count for more than small ones.
 
     Args:
         scores: A number per pixel, such as `Scorer(model, "entropy",
@@ -37,52 +38,58 @@ def pixel_metrics(
         assert found["auroc"] == 5 / 6 and found["fpr95"] == 1 / 3
         ```
     """
-    ranked, positive = rank_pixels(scores, labels, unknown, ignore_index)
-    inside, outside = ranked[~positive], ranked[positive]
+    pixel_scores, is_unknown = _select_pixels(scores, labels, unknown, ignore_index)
+    known_scores, unknown_scores = pixel_scores[~is_unknown], pixel_scores[is_unknown]
     return {
-        "auroc": auroc(inside, outside),
-        "aupr": aupr(inside, outside),
-        "fpr95": fpr95(inside, outside),
+        "auroc": auroc(known_scores, unknown_scores),
+        "aupr": aupr(known_scores, unknown_scores),
+        "fpr95": fpr95(known_scores, unknown_scores),
     }
 
 
-def rank_pixels(
+def _select_pixels(
     scores: Any, labels: Any, unknown: int | Collection[int], ignore_index: int
 ) -> tuple[Floats, Bools]:
-    """Select the scores of all pixels that count, and whether each is unknown, both of shape [n].
-
-    Raises an error if one of these scores is not finite, or if all or no pixels are unknown.
+    """Select the pixels that are not ignored.
 
     Args:
         scores: A number per pixel.
         labels: The class of each pixel, of the same shape.
         unknown: The label, or the labels, of unknown objects.
-        ignore_index: The label of pixels that do not count.
+        ignore_index: The label of pixels that are ignored.
+
+    Returns:
+        The scores of the selected pixels, and whether each is unknown, both of shape [n].
+
+    Raises:
+        QualmsError: If one of these scores is not finite, or if all or none of the selected pixels
+            are unknown.
     """
-    given = array(scores, "scores").astype(np.float64)
+    pixel_scores = array(scores, "scores").astype(np.float64)
     classes = array(labels, "labels")
-    if given.shape != classes.shape or classes.dtype.kind == "f":
+    if pixel_scores.shape != classes.shape or classes.dtype.kind == "f":
         raise QualmsError(
-            f"scores have shape {given.shape}, and labels have shape {classes.shape} and type "
-            f"{classes.dtype}; pass one score and one integer class per pixel."
+            f"scores have shape {pixel_scores.shape}, and labels have shape {classes.shape} and "
+            f"type {classes.dtype}; pass one score and one integer class per pixel."
         )
-    strange = list(unknown) if isinstance(unknown, Collection) else [unknown]
-    if ignore_index in strange:
+    unknown_labels = list(unknown) if isinstance(unknown, Collection) else [unknown]
+    if ignore_index in unknown_labels:
         raise QualmsError(
             f"label {ignore_index} is both unknown and ignored; choose another ignore_index."
         )
-    counts = classes != ignore_index
-    bad = counts & ~np.isfinite(given)
-    if bad.any():
-        place = tuple(np.argwhere(bad)[0].tolist())
+    is_selected = classes != ignore_index
+    is_bad = is_selected & ~np.isfinite(pixel_scores)
+    if is_bad.any():
+        pixel = tuple(np.argwhere(is_bad)[0].tolist())
         raise QualmsError(
-            f"the score of pixel {place} is NaN or infinite, and its label {classes[place]} is not "
+            f"the score of pixel {pixel} is NaN or infinite, and its label {classes[pixel]} is not "
             f"ignored; label such pixels {ignore_index}."
         )
-    positive = np.isin(classes[counts], strange)
-    if positive.all() or not positive.any():
-        which = f"no pixels labeled {strange}"
-        if positive.size and positive.all():
-            which = "no known pixels"
-        raise QualmsError(f"there are {which}, so AUROC is undefined; pass more images.")
-    return given[counts], positive
+    is_unknown = np.isin(classes[is_selected], unknown_labels)
+    if is_unknown.all() or not is_unknown.any():
+        missing = f"no pixels labeled {unknown_labels}"
+        # The size, since `all` is true of no pixels.
+        if is_unknown.size and is_unknown.all():
+            missing = "no known pixels"
+        raise QualmsError(f"there are {missing}, so AUROC is undefined; pass more images.")
+    return pixel_scores[is_selected], is_unknown

@@ -28,7 +28,7 @@ def accuracy(logits: Any, labels: Any) -> float:
 
 
 def nll(logits: Any, labels: Any) -> float:
-    """Compute the negative log-likelihood -mean log p_y, p = softmax(z), in double precision.
+    """Compute the negative log-likelihood -mean log p_y, with p = softmax(logits) and y the label.
 
     Args:
         logits: One row per input and one column per class, of shape [n, c].
@@ -49,7 +49,7 @@ def nll(logits: Any, labels: Any) -> float:
 
 
 def nll_softmax_twice(logits: Any, labels: Any) -> float:
-    """Compute -mean log softmax(softmax(z))_y.
+    """Compute -mean log softmax(softmax(z))_y, with z the logits and y the label.
 
     This is the loss of a network that ends in a softmax, if the loss applies another one. With 10
     classes it is at least -log(e/(e + 9)) = 1.461, and log 10 = 2.303 for a uniform prediction. The
@@ -71,14 +71,21 @@ def nll_softmax_twice(logits: Any, labels: Any) -> float:
         ```
     """
     z, y = logits_and_labels(logits, labels)
-    return nll(np.exp(_log_softmax(z)), y)
+    probs = np.exp(_log_softmax(z))
+    # `nll` applies the second softmax.
+    return nll(probs, y)
 
 
 def _log_softmax(z: Float[Floats, "n c"]) -> Float[Floats, "n c"]:
-    """Compute log p_c = z_c - max z - log(1 + Σ_k exp(z_k - max z)), the sum over k ≠ argmax z."""
+    """Compute log p = log softmax(z) of n logit vectors, exactly also for certain predictions.
+
+    log p_c = z_c - max z - log(1 + Σ_k exp(z_k - max z)), with the sum over all classes k except
+    for the likeliest, argmax z.
+    """
     likeliest = z.argmax(1)[:, None]
-    z = z - np.take_along_axis(z, likeliest, 1)
-    odds = np.exp(z)
+    shifted = z - np.take_along_axis(z, likeliest, 1)
+    # The probability of each class divided by that of the likeliest one, which is left out.
+    odds = np.exp(shifted)
     np.put_along_axis(odds, likeliest, 0.0, 1)
     # 1 + odds would round the small odds of a certain prediction away; log1p does not.
-    return z - np.log1p(odds.sum(1, keepdims=True))
+    return shifted - np.log1p(odds.sum(1, keepdims=True))

@@ -16,7 +16,8 @@ from qualms.metrics.checks import Floats, Integers, scores
 
 
 def auroc(in_scores: Any, out_scores: Any) -> float:
-    """Compute P(u_out > u_in) + P(u_out = u_in) / 2 for a random pair of inputs.
+    """Compute AUROC: P(u_out > u_in) + P(u_out = u_in) / 2 for a random pair of inputs, with u_out
+    the uncertainty of an out-of-distribution input, and u_in that of an in-distribution one.
 
     1 is perfect, and 0.5 is chance.
 
@@ -32,18 +33,20 @@ def auroc(in_scores: Any, out_scores: Any) -> float:
         assert auroc(known, unknown) == 5 / 6  # of six pairs, only 0.4 and 0.3 are out of order
         ```
     """
-    inside = np.sort(scores(in_scores, "in_scores"))
-    outside = scores(out_scores, "out_scores")
-    below = np.searchsorted(inside, outside, "left").sum()
-    not_above = np.searchsorted(inside, outside, "right").sum()
-    return float(below + not_above) / (2 * len(inside) * len(outside))
+    sorted_in = np.sort(scores(in_scores, "in_scores"))
+    checked_out = scores(out_scores, "out_scores")
+    # The numbers of pairs with u_in < u_out, and with u_in <= u_out; their mean counts ties half.
+    num_lower = np.searchsorted(sorted_in, checked_out, "left").sum()
+    num_not_higher = np.searchsorted(sorted_in, checked_out, "right").sum()
+    return float(num_lower + num_not_higher) / (2 * len(sorted_in) * len(checked_out))
 
 
 def aupr(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
     """Compute the average precision Σ_t (recall_t - recall_{t-1}) precision_t.
 
-    t goes through the distinct scores, from the highest; inputs of equal score enter together, and
-    nothing is interpolated. Chance is the share of positives.
+    The sum is over the distinct scores, t = 1 for the highest; recall_t and precision_t are those
+    of detecting all inputs with at least this score. Nothing is interpolated. Chance is the share
+    of positives.
 
     Args:
         in_scores: The uncertainty of in-distribution inputs, of shape [n].
@@ -58,9 +61,10 @@ def aupr(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
         print(aupr(known, unknown), aupr(known, unknown, positive="in"))
         ```
     """
-    caught, false_alarms = _counts(*_positives(in_scores, out_scores, positive))
+    positives, negatives = _order_classes(in_scores, out_scores, positive)
+    caught, false_alarms = _count_detections(positives, negatives)
     precision = caught / (caught + false_alarms)
-    recall_steps = np.diff(caught, prepend=0) / caught[-1]
+    recall_steps = np.diff(caught, prepend=0) / len(positives)
     return float((recall_steps * precision).sum())
 
 
@@ -86,11 +90,13 @@ def fpr95(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
         assert fpr95(known, unknown) == 1 / 3
         ```
     """
-    caught, false_alarms = _counts(*_positives(in_scores, out_scores, positive))
+    positives, negatives = _order_classes(in_scores, out_scores, positive)
+    caught, false_alarms = _count_detections(positives, negatives)
     # Without 1e-9, rounding could turn 0.95 * 100 into 96 of 100.
-    needed = math.ceil(0.95 * int(caught[-1]) - 1e-9)
-    enough = np.searchsorted(caught, needed)
-    return float(false_alarms[enough] / false_alarms[-1])
+    needed = math.ceil(0.95 * len(positives) - 1e-9)
+    # The index of the highest threshold that catches as many as needed.
+    first_enough = np.searchsorted(caught, needed)
+    return float(false_alarms[first_enough] / len(negatives))
 
 
 def roc(in_scores: Any, out_scores: Any) -> tuple[Float[Floats, " t"], Float[Floats, " t"]]:
@@ -115,14 +121,16 @@ def roc(in_scores: Any, out_scores: Any) -> tuple[Float[Floats, " t"], Float[Flo
             print(f"{x:.2f} of the known inputs flagged, {y:.2f} of the unknown ones")
         ```
     """
-    caught, false_alarms = _counts(*_positives(in_scores, out_scores, "out"))
-    fpr = np.concatenate([[0.0], false_alarms / false_alarms[-1]])
-    tpr = np.concatenate([[0.0], caught / caught[-1]])
+    positives, negatives = _order_classes(in_scores, out_scores, "out")
+    caught, false_alarms = _count_detections(positives, negatives)
+    # The curve begins above all scores, where nothing is detected.
+    fpr = np.concatenate([[0.0], false_alarms / len(negatives)])
+    tpr = np.concatenate([[0.0], caught / len(positives)])
     return fpr, tpr
 
 
-def _positives(in_scores: Any, out_scores: Any, positive: str) -> tuple[Floats, Floats]:
-    """Order two sets of scores into positives and negatives; higher then means more positive.
+def _order_classes(in_scores: Any, out_scores: Any, positive: str) -> tuple[Floats, Floats]:
+    """Return checked scores of the positive and of the negative class; higher is more positive.
 
     Args:
         in_scores: The uncertainty of in-distribution inputs, of shape [n].
@@ -141,10 +149,20 @@ def _positives(in_scores: Any, out_scores: Any, positive: str) -> tuple[Floats, 
     return -inside, -outside
 
 
-def _counts(
+def _count_detections(
     positives: Float[Floats, " p"], negatives: Float[Floats, " n"]
 ) -> tuple[Int[Integers, " t"], Int[Integers, " t"]]:
-    """Count the positives and the negatives at or above each distinct score, highest first."""
+    """Count how many inputs are detected if the threshold is each of the t distinct scores.
+
+    Args:
+        positives: The scores of the p positive inputs.
+        negatives: The scores of the n negative inputs.
+
+    Returns:
+        The numbers of positives and of negatives whose score is at least the threshold, from the
+        highest threshold to the lowest.
+    """
+    # `unique` sorts in ascending order.
     thresholds = np.unique(np.concatenate([positives, negatives]))[::-1]
     positives_below = np.searchsorted(np.sort(positives), thresholds, "left")
     negatives_below = np.searchsorted(np.sort(negatives), thresholds, "left")

@@ -17,10 +17,11 @@ from qualms.metrics.ties import total_among_most_certain
 def prr(uncertainty: Any, quality: Any) -> float:
     """Compute the prediction rejection ratio (area - chance) / (ideal area - chance).
 
-    The area is the mean quality of the outputs that are kept, averaged over all rates of rejection,
-    from none to all but one, where the most uncertain are rejected first. By chance it is the mean
-    quality; the ideal order keeps the best outputs. 1 is the ideal order, 0 no better than chance,
-    and negative worse. Outputs of equal uncertainty count as the average over all of their orders.
+    The most uncertain outputs are rejected first. The area is the mean quality of the outputs that
+    are kept, averaged over all rates of rejection, from none to all but one. Chance is the area if
+    outputs are rejected at random: the mean quality of all. The ideal area results if the worst
+    outputs are rejected first. A ratio of 1 is ideal, 0 is no better than chance, and a negative
+    one is worse. Outputs of equal uncertainty count as the average over all of their orders.
 
     Args:
         uncertainty: One number per output, of shape [n]; higher means more uncertain.
@@ -40,24 +41,25 @@ def prr(uncertainty: Any, quality: Any) -> float:
             f"the quality is {q[0]:g} everywhere, so every order of the outputs is equally good "
             "and PRR is undefined; pass outputs of different quality."
         )
-    # PRR does not depend on the scale and offset of the quality, so sums can be kept from
-    # overflowing. A power of two keeps all digits.
+    # PRR does not depend on the scale and offset of the quality, so it is scaled to [0, 1], which
+    # keeps sums from overflowing. It is first divided by a power of two, which keeps all digits, as
+    # the difference q.max() - q.min() could overflow, too.
     exponent = np.frexp(np.abs(q).max())[1]
     q = np.ldexp(q, -exponent)
     q = (q - q.min()) / (q.max() - q.min())
     chance = q.mean()
-    area = _area(u, q)
-    ideal = _area(-q, q)
-    return float((area - chance) / (ideal - chance))
+    area = _mean_kept_quality(u, q)
+    ideal_area = _mean_kept_quality(-q, q)
+    return float((area - chance) / (ideal_area - chance))
 
 
-def _area(u: Floats, q: Floats) -> float:
+def _mean_kept_quality(u: Floats, q: Floats) -> float:
     """Compute the mean over i = 1..n of the mean quality of the i most certain outputs.
 
     Args:
         u: The uncertainty of each output, of shape [n].
         q: The quality of each output, of shape [n].
     """
-    kept = np.arange(1, len(u) + 1)
-    mean_quality = total_among_most_certain(u, q) / kept
+    num_kept = np.arange(1, len(u) + 1)
+    mean_quality = total_among_most_certain(u, q) / num_kept
     return float(mean_quality.mean())

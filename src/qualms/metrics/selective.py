@@ -17,7 +17,7 @@ def selective_risk(uncertainty: Any, correct: Any, coverage: float) -> float:
     Args:
         uncertainty: One number per input, of shape [n]; higher means more uncertain.
         correct: Whether each prediction is right, of shape [n].
-        coverage: The share of inputs that is accepted, rounded up to whole inputs.
+        coverage: The share of inputs that is accepted; their number is rounded up.
 
     Example:
         ```python
@@ -34,8 +34,8 @@ def selective_risk(uncertainty: Any, correct: Any, coverage: float) -> float:
             f"coverage={coverage} is invalid; pass a fraction of the inputs, above 0 and at most 1."
         )
     # Without 1e-9, rounding could turn 0.95 * 100 into 96 of 100.
-    accepted = max(1, math.ceil(coverage * len(risks) - 1e-9))
-    return float(risks[accepted - 1])
+    num_accepted = max(1, math.ceil(coverage * len(risks) - 1e-9))
+    return float(risks[num_accepted - 1])
 
 
 def risk_coverage(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
@@ -59,13 +59,15 @@ def risk_coverage(uncertainty: Any, correct: Any) -> Float[Floats, " n"]:
         ```
     """
     u, right = scores_and_outcomes(uncertainty, correct)
-    accepted = np.arange(1, len(u) + 1)
-    wrong = accepted - total_among_most_certain(u, right)
-    return wrong / accepted
+    num_accepted = np.arange(1, len(u) + 1)
+    num_wrong = num_accepted - total_among_most_certain(u, right)
+    return num_wrong / num_accepted
 
 
 def aurc(uncertainty: Any, correct: Any) -> float:
-    """Compute mean_i risk_i, the area under the risk-coverage curve; 0 is perfect.
+    """Compute the area under the risk-coverage curve; 0 is perfect.
+
+    It is the mean over i = 1..n of the error rate of the i most certain inputs.
 
     Args:
         uncertainty: One number per input, of shape [n]; higher means more uncertain.

@@ -25,19 +25,20 @@ Columns = dict[str, np.ndarray]
 class BatchScorer:
     """Scores a batch of image files.
 
-    A batch has the columns `id` and `content`, the bytes of a file, as an array of objects (numpy
-    arrays of fixed-length bytes drop trailing zeros). It may have a column `reason`, empty unless
-    there are no bytes. The result has the columns of `Scored.columns`, without rows for images that
-    cannot be read.
+    A batch has the columns `id` and `content`, the bytes of each file, as an array of objects
+    (NumPy arrays of fixed-length bytes drop trailing zeros). It may have a column `reason`, which
+    says why the bytes of a file are missing, and is empty for others. The result has the columns of
+    `Scored.columns`, without rows for images that cannot be read.
 
     Args:
         network: The network, which turns images into inputs.
         scorer: The scorer of the network's model.
         name: The display name of the images.
         classes: The names of the images' classes, if they have some.
-        size: Height and width of all images; None if the network's transform resizes them.
+        size: The height and width of all images; None if the network's transform resizes them.
         strict: Whether an image that cannot be read is an error.
-        rejected: A folder in which a file for each batch lists the images that cannot be read.
+        rejected: The folder to write lists of images that cannot be read to, a file for each batch
+            that has some; None to write none.
     """
 
     network: Network
@@ -57,7 +58,7 @@ class BatchScorer:
         Returns:
             Columns with a row for each image that could be read.
         """
-        files = self._files(batch)
+        files = self._make_files(batch)
         read = read_images(
             files,
             self.name,
@@ -66,15 +67,17 @@ class BatchScorer:
             may_be_empty=True,
         )
         if read.rejected and self.rejected is not None:
-            _write_list(self.rejected, read.rejected)
+            _write_batch_rejections(self.rejected, read.rejected)
         if not read.kept:
-            return self._empty()
-        ids = tuple(files[place].id for place in read.kept)
-        images = Images(self.name, torch.from_numpy(read.pixels), None, ids=ids)
-        return _columns(self.score(images))
+            return self._make_empty_columns()
+        # `kept` are the indices of the files that could be read.
+        ids = tuple(files[index].id for index in read.kept)
+        pixels = torch.from_numpy(read.pixels)
+        images = Images(self.name, pixels, labels=None, ids=ids)
+        return _to_columns(self.score(images))
 
     def score(self, images: Images, first: int = 0) -> Scored:
-        """Return the scores of images that are in memory.
+        """Score images that are in memory.
 
         Args:
             images: Images of one size.
@@ -92,11 +95,11 @@ class BatchScorer:
         named = replace(images, classes=self.classes)
         return ImageScorer(self.network, self.scorer).score(named, first)
 
-    def _files(self, batch: Columns) -> list[File]:
-        """Describe the rows of a batch for `read_images`, which decodes them later.
+    def _make_files(self, batch: Columns) -> list[File]:
+        """Convert the rows of a batch to the files that `read_images` takes, still undecoded.
 
         Args:
-            batch: The columns, as in `__call__`.
+            batch: The columns `id` and `content`, and maybe `reason`, as `__call__` takes them.
         """
         if batch["content"].dtype.kind == "S":
             raise QualmsError(
@@ -105,28 +108,32 @@ class BatchScorer:
             )
         reasons = batch.get("reason", np.full(len(batch["id"]), ""))
         files = []
-        for number, name in enumerate(batch["id"]):
-            content = batch["content"][number]
-            read = partial(_content, name, content, reasons[number])
+        for name, content, reason in zip(batch["id"], batch["content"], reasons, strict=True):
+            read = partial(_require_content, name, content, reason)
             files.append(File(name, f"{name} in {self.name}", read))
         return files
 
-    def _empty(self) -> Columns:
-        """Return the columns of scores without rows, with types learned by scoring a gray image."""
+    def _make_empty_columns(self) -> Columns:
+        """Return the columns of scores without any row, for a batch without readable images.
+
+        Their names and dtypes are those of the scores of a gray image.
+        """
         transform = self.network.transform
         size = transform.size if transform is not None else self.size
         assert size is not None
         gray = torch.full((1, 3, *size), 128, dtype=torch.uint8)
-        images = Images(self.name, gray, None, ids=("gray",))
-        columns = _columns(self.score(images))
+        images = Images(self.name, gray, labels=None, ids=("gray",))
+        columns = _to_columns(self.score(images))
         return {name: values[:0] for name, values in columns.items()}
 
 
 def rejected_in(folder: Path) -> list[Rejected]:
-    """Return the images that workers could not read, sorted by id, each once.
+    """Read the lists of images that workers could not read; return these images sorted by id.
+
+    An image that is in several lists, as its batch ran again, is returned once.
 
     Args:
-        folder: The folder with a .parquet file for each batch that had such images.
+        folder: The folder of the lists, a .parquet file for each batch that had such images.
     """
     reasons_by_id: dict[str, str] = {}
     for file in sorted(folder.glob("*.parquet")):
@@ -139,28 +146,28 @@ def rejected_in(folder: Path) -> list[Rejected]:
     return [Rejected(name, why) for name, why in sorted(reasons_by_id.items())]
 
 
-def _write_list(folder: Path, rejected: tuple[Rejected, ...]) -> None:
-    """Write a list of images that could not be read, into a file named by their ids.
+def _write_batch_rejections(folder: Path, rejected: tuple[Rejected, ...]) -> None:
+    """Write the images of a batch that could not be read to a file of their own.
 
-    A batch that is run again thus writes the same file.
+    The name of the file is a hash of their ids, so a batch that is run again writes the same file.
 
     Args:
         folder: The folder that all workers write to; it is created if needed.
-        rejected: The images of one batch.
+        rejected: The images of the batch that could not be read, with reasons.
     """
-    names = "\n".join(image.id for image in rejected)
-    digest = hashlib.sha256(names.encode()).hexdigest()[:16]
+    ids = "\n".join(image.id for image in rejected)
+    digest = hashlib.sha256(ids.encode()).hexdigest()[:16]
     folder.mkdir(exist_ok=True)
     write_rejections(folder / f"{digest}.parquet", rejected)
 
 
-def _columns(scored: Scored) -> Columns:
-    """Convert the columns of a table of scores to numpy arrays, by name."""
+def _to_columns(scored: Scored) -> Columns:
+    """Convert scores to a table of NumPy arrays by column, with a row for each image."""
     return {name: np.array(values) for name, values in scored.columns().items()}
 
 
-def _content(name: str, content: bytes | None, reason: str) -> bytes:
-    """Return the bytes of a file, or raise the reason why they could not be read.
+def _require_content(name: str, content: bytes | None, reason: str) -> bytes:
+    """Return the bytes of a file, or raise an error with the reason why they are missing.
 
     Args:
         name: The id of the image.

@@ -39,14 +39,15 @@ from qualms.stream.source import Source, Split
 if TYPE_CHECKING:
     from ray.data import ReadTask
 
-# The subfolder of Ray's files until all are complete.
+# The subfolder that Ray writes files of scores to, until all files are complete.
 WRITING = ".writing"
-NOTED = ".noted"  # where Ray records which images are done
-# Where workers list the images that cannot be read.
+# The subfolder in which Ray records the ids of the images whose scores are written.
+CHECKPOINT = ".noted"
+# The subfolder in which workers list the images that cannot be read.
 REJECTED = ".rejected"
-# Cores that Ray needs to read, to skip what is done, and to write.
+# Cores that Ray needs to read, to skip images that are done, and to write.
 RESERVED_CORES = 3
-# The address of a cluster on this machine, for this run alone.
+# The address that makes `ray.init` start a cluster on this machine, for this run alone.
 LOCAL = "local"
 
 
@@ -62,11 +63,11 @@ def score_on_ray(
     """Score all images that the folder has no scores of yet, on a Ray cluster.
 
     Args:
-        scorer: Scores a batch; each worker has it.
+        scorer: Scores a batch of images; each worker gets a copy.
         source: The source of all images, in files that every worker can read.
-        folder: Where the scores go; every worker can write there.
-        about: The settings that decide the scores, beside the images. A folder whose files were
-            made with other settings is refused.
+        folder: The folder for the scores, to which every worker can write.
+        about: The settings that decide the scores, besides the images. A folder whose files were
+            written with other settings is refused.
         size: The least number of rows in a file, except for the last file.
         workers: The number of processes that score; by default one for each core, three fewer on a
             cluster.
@@ -74,7 +75,7 @@ def score_on_ray(
             this machine, and stopped at the end.
 
     Returns:
-        What the folder holds in the end.
+        How many images of the folder are scored, rejected and accepted.
     """
     if source.splits is None:
         raise QualmsError(
@@ -86,32 +87,32 @@ def score_on_ray(
         "shard_size": size,
         "runner": "ray",
     }
-    # Workers have a working directory of their own.
+    # Absolute, since workers run in a working directory of their own.
     folder = folder.absolute()
-    with open_shard_folder(folder, about) as earlier:
-        done = earlier
-        if done is None:
-            # Ray does not record these, so all are tried again.
+    with open_shard_folder(folder, about) as completed:
+        done = completed
+        if done is None:  # no earlier run was completed
+            # Ray records only images with scores, so those without are tried again.
             shutil.rmtree(folder / REJECTED, ignore_errors=True)
             with cluster(address, workers) as ray:
-                count = _count_workers(ray, workers)
-                _run(ray, scorer, source.splits(), folder, size, count)
+                num_workers = _count_workers(ray, workers)
+                _run(ray, scorer, source.splits(), folder, size, num_workers)
             done = _collect(folder, about, source)
         elif count_rows(shards_in(folder)) != done.scored:
             raise QualmsError(
                 f"{folder} is missing some of its {done.scored} rows; remove it, and score again."
             )
-        for rest in (WRITING, NOTED, REJECTED):
-            shutil.rmtree(folder / rest, ignore_errors=True)
+        for temporary in (WRITING, CHECKPOINT, REJECTED):
+            shutil.rmtree(folder / temporary, ignore_errors=True)
     return done
 
 
 def _count_workers(ray: Any, wanted: int | None) -> int:
-    """Return how many workers the cluster has cores for, at most `wanted`.
+    """Return how many workers to start: as many as asked for, if the cluster has enough cores.
 
     Args:
         ray: The package ray, connected to a cluster.
-        wanted: The largest number of workers; None for one per free core.
+        wanted: The number of workers that the user asked for; None for one per free core.
     """
     cores = int(ray.cluster_resources().get("CPU", 1))
     if cores <= RESERVED_CORES:
@@ -123,7 +124,7 @@ def _count_workers(ray: Any, wanted: int | None) -> int:
 
 
 def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
-    """Move Ray's files to their places once Ray has written all of them, and write the manifest.
+    """Move the files that Ray has written out of their subfolder, and write the manifest.
 
     Args:
         folder: The folder of the run.
@@ -131,34 +132,34 @@ def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
         source: The source, all of whose images must be scored or rejected.
 
     Returns:
-        What the folder holds now.
+        How many images of the folder are scored, rejected and accepted.
     """
     for shard in shards_in(folder / WRITING):
         shard.rename(folder / shard.name)
     shards = shards_in(folder)
-    rejected = rejected_in(folder / REJECTED)
-    rejected = filter_rejections(rejected, folder)
+    rejected = filter_rejections(rejected_in(folder / REJECTED), folder)
     _require_all(count_rows(shards), len(rejected), source)
     require_once(folder)
     return finish(folder, about, shards, rejected)
 
 
 def filter_rejections(rejected: list[Rejected], folder: Path) -> list[Rejected]:
-    """Remove the images that another attempt could read from the list of rejected images.
+    """Return the rejected images without those that have scores, as another attempt read them.
 
     Args:
         rejected: The images that some attempt could not read.
         folder: The folder of the run, whose files hold the scores.
     """
-    unreadable = {image.id: image for image in rejected}
+    rejected_by_id = {image.id: image for image in rejected}
     for shard in shards_in(folder):
-        for name in column(shard, "id").to_pylist():
-            unreadable.pop(name, None)
-    return list(unreadable.values())
+        for image_id in column(shard, "id").to_pylist():
+            # None: most images with scores were never rejected.
+            rejected_by_id.pop(image_id, None)
+    return list(rejected_by_id.values())
 
 
 def _require_all(scored: int, rejected: int, source: Source) -> None:
-    """Raise an error if images of the source are missing.
+    """Raise an error unless all images of the source were scored or rejected, and one was scored.
 
     Args:
         scored: The number of images with scores.
@@ -178,42 +179,45 @@ def _require_all(scored: int, rejected: int, source: Source) -> None:
 
 
 def require_once(folder: Path) -> None:
-    """Raise an error if an image has two rows, which could hide that another has none.
+    """Raise an error if any image was scored twice.
+
+    Otherwise the number of rows could be right although another image has no scores.
 
     Args:
-        folder: The folder of the run.
+        folder: The folder of the run, whose files hold the scores.
     """
-    tables = []
+    id_tables = []
     for shard in shards_in(folder):
-        ids = column(shard, "id")
-        tables.append(arrow().table({"id": ids}))
+        id_tables.append(arrow().table({"id": column(shard, "id")}))
     with explain_parquet_errors(folder):
-        table = arrow().concat_tables(tables, promote_options="permissive")
+        table = arrow().concat_tables(id_tables, promote_options="permissive")
         ids = table.column(0)
-        doubled = len(ids) - len(ids.unique())
-    if doubled:
+        num_repeated = len(ids) - len(ids.unique())
+    if num_repeated:
         raise QualmsError(
-            f"{folder} has {doubled} rows of images that were scored twice; remove it, and score "
-            "again."
+            f"{folder} has {num_repeated} rows of images that were scored twice; remove it, and "
+            "score again."
         )
 
 
 @contextmanager
 def cluster(address: str | None, workers: int | None) -> Iterator[Any]:
-    """Connect to a Ray cluster, and disconnect at the end; yields the package ray.
+    """Connect to a Ray cluster, yield the package ray, and disconnect at the end.
 
     Args:
         address: The address of the cluster; None starts a cluster on this machine.
-        workers: The number of workers for which a started cluster has cores.
+        workers: The number of workers that a started cluster gets cores for; None for one per core
+            of this machine.
     """
-    # Sends nothing over the network.
+    # Keeps Ray from sending usage statistics over the network.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Errors are raised here, and are in Ray's log files.
+    # Keeps Ray from printing errors: they are raised here, and are in Ray's log files.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     ray = import_extra("ray", "ray", "a cluster", "ray")
     import_extra("ray.data", "ray[data]", "a cluster", "ray")
     if ray.is_initialized():
-        yield ray  # the caller's connection, which stays open
+        # The caller has connected already, and the caller's connection stays open.
+        yield ray
         return
     _start(ray, address, workers)
     try:
@@ -228,12 +232,13 @@ def _start(ray: Any, address: str | None, workers: int | None) -> None:
     Args:
         ray: The package ray.
         address: The address of the cluster; None starts a cluster on this machine.
-        workers: The number of workers for which a started cluster has cores.
+        workers: The number of workers that a started cluster gets cores for; None for one per core
+            of this machine.
     """
     what = f"reach a cluster at {address}" if address else "start"
 
     def explain(error: Exception) -> QualmsError:
-        """Create the error that Ray cannot be reached or started, with the reason."""
+        """Create the error that Ray cannot be reached or started, with Ray's reason."""
         return QualmsError(
             f"Ray cannot {what} ({reason(error)}); check the address, or try again when the "
             "machine is less busy."
@@ -246,19 +251,19 @@ def _start(ray: Any, address: str | None, workers: int | None) -> None:
 
 
 class Worker:
-    """A process that scores, with the scorer from Ray's object store.
+    """Scores batches in a process of the cluster, with a scorer from Ray's object store.
 
     Args:
-        stored: A list with the scorer's reference; a bare reference would be resolved by Ray before
-            the call.
+        references: A list of one entry, the reference of the `BatchScorer` in the object store. If
+            the reference itself were the argument, Ray would pass the scorer in its place.
     """
 
-    def __init__(self, stored: list[Any]) -> None:
+    def __init__(self, references: list[Any]) -> None:
         ray = import_extra("ray", "ray", "a cluster", "ray")
-        self.scorer: BatchScorer = ray.get(stored[0])
+        self.scorer: BatchScorer = ray.get(references[0])
 
     def __call__(self, batch: Columns) -> Columns:
-        """Score one batch, as `BatchScorer` does."""
+        """Score one batch of image files; see `BatchScorer`."""
         return self.scorer(batch)
 
 
@@ -270,14 +275,14 @@ def _run(
     size: int,
     workers: int,
 ) -> None:
-    """Read, score and write all images.
+    """Read, score and write all images on the cluster, except for those that are written already.
 
     Args:
         ray: The package ray, connected to a cluster.
         scorer: The scorer that each worker gets.
-        splits: The splits of the source; Ray reads each split in a task.
-        folder: The folder of the run.
-        size: The least number of rows in a file.
+        splits: Functions that each list some files of the source; Ray calls each in a task.
+        folder: The folder of the run; Ray writes to its subfolders.
+        size: The least number of rows in a file, except for the last file.
         workers: The largest number of processes that score.
     """
     from ray.data import ActorPoolStrategy, DataContext
@@ -286,10 +291,12 @@ def _run(
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = DataContext.get_current()
-    before = context.checkpoint_config, context.enable_progress_bars
+    # Ray's settings are global, so those of the caller are restored at the end.
+    callers_checkpoint = context.checkpoint_config
+    callers_progress = context.enable_progress_bars
     context.checkpoint_config = CheckpointConfig(
-        "id",
-        str(folder / NOTED),
+        "id",  # the column that identifies images
+        str(folder / CHECKPOINT),
         delete_checkpoint_on_success=False,
     )
     context.enable_progress_bars = sys.stderr.isatty()
@@ -297,7 +304,8 @@ def _run(
     on_gpu = weight.device.type == "cuda"
     try:
         with explain_failure(_explain_worker_error), _explain_worker_errors(ray):
-            stored = ray.put(replace(scorer, rejected=folder / REJECTED))
+            # In the object store once, instead of in each task.
+            reference = ray.put(replace(scorer, rejected=folder / REJECTED))
             images = ray.data.read_datasource(
                 _datasource(splits),
                 override_num_blocks=len(splits),
@@ -306,7 +314,7 @@ def _run(
                 Worker,
                 batch_size=BATCH,
                 compute=ActorPoolStrategy(min_size=1, max_size=workers),
-                fn_constructor_args=([stored],),
+                fn_constructor_args=([reference],),
                 num_cpus=1,
                 num_gpus=1 if on_gpu else 0,
             )
@@ -316,14 +324,16 @@ def _run(
                 min_rows_per_file=size,
             )
     finally:
-        context.checkpoint_config, context.enable_progress_bars = before
+        context.checkpoint_config = callers_checkpoint
+        context.enable_progress_bars = callers_progress
 
 
 @contextmanager
 def _explain_worker_errors(ray: Any) -> Iterator[None]:
-    """Explain errors of workers, even if Ray raises them as subclasses of `QualmsError`.
+    """Convert errors of workers to a `QualmsError` with a message of one sentence.
 
-    `explain_failure` would let such a subclass through, with the worker's traceback in its text.
+    Ray raises a worker's `QualmsError` as a subclass of it, whose message holds the worker's
+    traceback. `explain_failure` would not convert such an error.
 
     Args:
         ray: The package ray.
@@ -335,7 +345,10 @@ def _explain_worker_errors(ray: Any) -> Iterator[None]:
 
 
 def _explain_worker_error(error: Exception) -> QualmsError:
-    """Extract a worker's `QualmsError` from the traceback text in which Ray reports it."""
+    """Create a `QualmsError` from Ray's error, whose message holds the worker's traceback.
+
+    If a worker raised a `QualmsError`, its message is extracted from the traceback.
+    """
     qualms_messages = re.findall(r"^qualms\.[\w.]+: (.+)$", str(error), re.MULTILINE)
     if qualms_messages:
         return QualmsError(qualms_messages[-1])
@@ -345,53 +358,59 @@ def _explain_worker_error(error: Exception) -> QualmsError:
 
 
 def _datasource(splits: list[Split]) -> Any:
-    """Build a Ray datasource that reads each split in a task.
+    """Build a Ray datasource of image files.
 
-    Ray is imported here, as it is an optional package.
+    Args:
+        splits: Functions that each list some of the files; Ray calls each in a task of its own.
     """
+    # Imported here, as Ray is an optional package.
     from ray.data import Datasource, ReadTask
     from ray.data.block import BlockMetadata
 
     class Files(Datasource):
-        """The splits of a source, in the form that Ray asks for."""
+        """The files of a source, as a class that Ray calls for its tasks."""
 
         def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> "list[ReadTask]":
-            """Return a task for each split, whatever parallelism Ray wants."""
+            """Return a task for each split; the number of tasks that Ray suggests is ignored."""
             unknown = BlockMetadata(
                 num_rows=None,
                 size_bytes=None,
                 input_files=None,
                 exec_stats=None,
             )
-            return [ReadTask(partial(_blocks, split), unknown) for split in splits]
+            return [ReadTask(partial(_read_tables, split), unknown) for split in splits]
 
         def estimate_inmemory_data_size(self) -> int | None:
-            """Return None: the size is unknown until the files are read."""
+            """Return None, as the size of the data is unknown until the files are read."""
             return None
 
     return Files()  # type: ignore[no-untyped-call]
 
 
-def _blocks(split: Split) -> Iterable[Any]:
-    """Read the files of a split; yield tables of `BATCH` rows, the last one of fewer."""
+def _read_tables(split: Split) -> Iterable[Any]:
+    """Read the files of a split, and yield a table of each `BATCH` files; the last may have fewer.
+
+    Args:
+        split: Returns the files.
+    """
     files = iter(split())
-    while rows := [_row(file) for file in islice(files, BATCH)]:
-        yield _table(rows)
+    while rows := [_read_row(file) for file in islice(files, BATCH)]:
+        yield _make_table(rows)
 
 
-def _row(file: File) -> dict[str, Any]:
-    """Read one file into a row with the columns that a `BatchScorer` takes."""
+def _read_row(file: File) -> dict[str, Any]:
+    """Read the bytes of one file, as a row with the columns that a `BatchScorer` takes."""
     try:
         return {"id": file.id, "content": file.content(), "reason": ""}
     except Unreadable as error:
         return {"id": file.id, "content": None, "reason": error.reason}
 
 
-def _table(rows: list[dict[str, Any]]) -> Any:
-    """Convert rows of `_row` to a pyarrow.Table."""
-    kinds = {"id": arrow().string(), "content": arrow().large_binary(), "reason": arrow().string()}
+def _make_table(rows: list[dict[str, Any]]) -> Any:
+    """Convert rows with the keys `id`, `content` and `reason` to a pyarrow.Table."""
+    types = {"id": arrow().string(), "content": arrow().large_binary(), "reason": arrow().string()}
     columns = {}
-    for name, kind in kinds.items():
+    for name, column_type in types.items():
         values = [row[name] for row in rows]
-        columns[name] = arrow().array(values, kind)
+        columns[name] = arrow().array(values, column_type)
     return arrow().table(columns)

@@ -25,7 +25,7 @@ MANIFEST, REJECTED, LOCK = "manifest.json", "rejected.parquet", ".lock"
 
 @dataclass(frozen=True)
 class Done:
-    """What the shards of a folder hold.
+    """How many images of a completed folder are scored, rejected and accepted.
 
     Args:
         scored: The number of images with scores.
@@ -38,9 +38,10 @@ class Done:
     accepted: int | None
 
     def require_counts(self) -> None:
-        """Raise a ValueError if these cannot be counts of images."""
+        """Raise a ValueError if the numbers, as read from a file, cannot be counts of images."""
         accepted = 0 if self.accepted is None else self.accepted
         for count in (self.scored, self.rejected, accepted):
+            # Not isinstance: True would count as an int.
             if type(count) is not int or count < 0:
                 raise ValueError("not a count")
         if accepted > self.scored:
@@ -48,38 +49,39 @@ class Done:
 
 
 def require_shard_folder(folder: Path) -> None:
-    """Create the folder; raise an error if it holds files but no manifest.
+    """Create a folder for shards; raise an error if it holds other files.
 
     Args:
-        folder: Where shards go; its parents are created, too.
+        folder: The path of the folder; its parents are created, too. If it exists, it must be empty
+            or hold a manifest. Hidden files are ignored.
     """
     with explain_write_failure(folder):
         folder.mkdir(parents=True, exist_ok=True)
         names = sorted(path.name for path in folder.iterdir())
-    others = [name for name in names if not name.startswith(".")]
-    if others and not (folder / MANIFEST).exists():
+    visible_names = [name for name in names if not name.startswith(".")]
+    if visible_names and not (folder / MANIFEST).exists():
         raise QualmsError(
-            f"{folder} holds {others[0]} but no {MANIFEST}; choose an empty or new folder."
+            f"{folder} holds {visible_names[0]} but no {MANIFEST}; choose an empty or new folder."
         )
 
 
 @contextmanager
 def open_shard_folder(folder: Path, about: dict[str, Any]) -> Iterator[Done | None]:
-    """Lock the folder for one run.
+    """Lock a folder of shards for one run, and create it if needed.
 
     Args:
-        folder: Where the shards go.
-        about: The settings that decide the scores. A folder whose shards were made with other
+        folder: The path of the folder.
+        about: The settings that decide the scores. A folder whose shards were written with other
             settings is refused.
 
     Yields:
-        What the folder holds, if an earlier run with the same settings was completed; else None.
+        The counts of images, if an earlier run with the same settings was completed; else None.
     """
     with lock_file(folder / LOCK):
         done = _read_manifest(folder, about)
-        # A file that a killed run did not complete.
-        for half in folder.glob(".*.part"):
-            half.unlink()
+        # Temporary files of `atomic_write`, which a killed run did not complete.
+        for part in folder.glob(".*.part"):
+            part.unlink()
         yield done
 
 
@@ -89,7 +91,7 @@ def finish(
     shards: Iterable[Path],
     rejected: Iterable[Rejected],
 ) -> Done:
-    """Write the list of rejected images, and the counts into the manifest.
+    """Complete a folder: write the list of rejected images, and the manifest with all counts.
 
     Args:
         folder: The folder of the shards.
@@ -98,10 +100,10 @@ def finish(
         rejected: The images that could not be read.
 
     Returns:
-        The counts.
+        The counts that are written to the manifest.
     """
     shards, rejected = list(shards), list(rejected)
-    accepted = None
+    accepted = None  # without a threshold there is no such column
     for shard in shards:
         with explain_parquet_errors(shard), parquet().ParquetFile(shard) as file:
             if "accepted" in file.schema_arrow.names:
@@ -134,16 +136,16 @@ def shards_in(folder: Path) -> list[Path]:
 
 
 def count_rows(shards: Iterable[Path]) -> int:
-    """Return the number of rows in some files together."""
-    rows = 0
+    """Return the total number of rows of some .parquet files."""
+    num_rows = 0
     for shard in shards:
         with explain_parquet_errors(shard):
-            rows += parquet().read_metadata(shard).num_rows
-    return rows
+            num_rows += parquet().read_metadata(shard).num_rows
+    return num_rows
 
 
 def column(shard: Path, name: str) -> Any:
-    """Read one column of a .parquet file as pyarrow's array, after checking that it is valid.
+    """Read one column of a .parquet file as a pyarrow array; raise an error if it is damaged.
 
     Args:
         shard: The path of the file.
@@ -151,16 +153,20 @@ def column(shard: Path, name: str) -> Any:
     """
     with explain_parquet_errors(shard):
         values = parquet().read_table(shard, columns=[name]).column(name)
-        values.validate(full=True)  # text must be valid UTF-8, too
+        # In full: the values are checked, too, such as that strings are valid UTF-8.
+        values.validate(full=True)
         return values
 
 
 def _count_true(shard: Path, decisions: Any) -> int:
-    """Count the true values of the column `accepted`, all of which must be true or false.
+    """Count the true values of a shard's column `accepted`.
 
     Args:
-        shard: The path of the file, for the error.
+        shard: The path of the shard, for the error.
         decisions: The column, a pyarrow array.
+
+    Raises:
+        QualmsError: If a value is neither true nor false.
     """
     values = decisions.to_pylist()
     if not all(isinstance(value, bool) for value in values):
@@ -172,7 +178,7 @@ def _count_true(shard: Path, decisions: Any) -> int:
 
 
 def write(path: Path, table: Any) -> None:
-    """Write a pyarrow.Table as a .parquet file, completely or not at all."""
+    """Write a pyarrow.Table to a .parquet file, completely or not at all."""
     with explain_write_failure(path), atomic_write(path) as part:
         parquet().write_table(table, part)
 
@@ -188,40 +194,45 @@ def parquet() -> Any:
 
 
 def _read_manifest(folder: Path, about: dict[str, Any]) -> Done | None:
-    """Read the manifest: return what a complete folder holds, None for an incomplete one.
-
-    A folder without shards is created if needed, and gets a manifest without counts.
+    """Read the manifest of a folder, or begin a new one if there are no shards yet.
 
     Args:
-        folder: The folder of the shards.
+        folder: The folder of the shards, which is created if needed.
         about: The settings that decide the scores.
 
+    Returns:
+        The counts of a completed folder; None if it is not completed.
+
     Raises:
-        QualmsError: If the shards were made with other settings, which the error names; or if the
-            manifest is damaged.
+        QualmsError: If the shards were written with other settings, which the error names; or if
+            the manifest is damaged.
     """
-    # The settings as they would be read again, for example with lists in place of tuples.
-    path, about = folder / MANIFEST, json.loads(json.dumps(about))
+    path = folder / MANIFEST
+    # Converted as by writing and reading, for example tuples to lists, to compare them below.
+    about = json.loads(json.dumps(about))
     require_shard_folder(folder)
-    # Also counts the shards in subfolders, which Ray has written so far.
+    # `**` includes the shards in subfolders, which Ray has written so far.
     has_shards = any(folder.glob("**/shard*.parquet"))
     if not path.exists() or not has_shards:
         _write_json(path, about)
         return None
     try:
+        # Raises a TypeError if the JSON is not an object.
         manifest = {**json.loads(path.read_text())}
-        done = None if manifest.get("done") is None else Done(**manifest.pop("done"))
-        if done is not None:
+        done = None
+        if manifest.get("done") is not None:
+            # Taken out, so that only settings are left to compare.
+            done = Done(**manifest.pop("done"))
             done.require_counts()
     except (OSError, ValueError, TypeError, RecursionError):
         raise QualmsError(f"{path} cannot be read as a manifest; choose another folder.") from None
-    differ = []
+    differences = []
     for key in {**manifest, **about}:
         if manifest.get(key) != about.get(key):
-            differ.append(f"{key} {manifest.get(key)}, not {about.get(key)}")
-    if differ:
+            differences.append(f"{key} {manifest.get(key)}, not {about.get(key)}")
+    if differences:
         raise QualmsError(
-            f"{folder} holds shards made with other settings: {'; '.join(differ)}; use those "
+            f"{folder} holds shards made with other settings: {'; '.join(differences)}; use those "
             "settings, or choose another folder."
         )
     return done

@@ -21,9 +21,9 @@ from qualms.stream.sink import report_to, score_stream
 from qualms.stream.source import ImageBatch, Source
 
 SIZE = 4096  # images in a shard
-# The entry of a shard's metadata that lists rejected images.
+# The entry of a shard's metadata that lists, as JSON, its images that could not be read.
 REJECTED_KEY = b"qualms.rejected"
-# Takes images, and the position of the first.
+# A function of images, and of the position of the first one in the source.
 ScoreImages = Callable[[Images, int], Scored]
 
 
@@ -38,52 +38,54 @@ def score_shards(
     """Score all images that the folder has no shard of yet, in this process.
 
     Args:
-        score: Scores some images, given the position of the first.
+        score: Scores some images, given the position of the first one in the source.
         source: The source of all images.
-        folder: Where the shards go.
-        about: The settings that decide the scores, beside the images. A folder whose shards were
-            made with other settings is refused.
+        folder: The folder for the shards.
+        about: The settings that decide the scores, besides the images. A folder whose shards were
+            written with other settings is refused.
         size: The number of images in a shard.
-        progress: Called with the number of images that are scored.
+        progress: Called with a text, the number of images that are scored, and the total.
 
     Returns:
-        What the folder holds in the end.
+        How many images of the folder are scored, rejected and accepted.
     """
     if size < 1:
         raise QualmsError(f"the shard size is {size}; pass at least 1.")
     about = {**about, "inputs": source.fingerprint, "shard_size": size}
 
     def score_batch(batch: ImageBatch) -> Scored:
-        """Return the scores of a batch."""
+        """Score the images of a batch that could be read."""
         return score(batch.images, batch.first)
 
     def score_one() -> Scored:
-        """Return the scores of the first image that can be read."""
+        """Score the first image of the source that can be read."""
         return score(source.first().take(slice(0, 1)), 0)
 
     with open_shard_folder(folder, about):
         sink = _ShardSink(folder, size, score_one)
         report = report_to(progress, source.name, source.count)
+        # `closing` stops the threads that read ahead, also after an error.
         with closing(sink.missing_batches(source)) as batches:
             score_stream(batches, score_batch, sink, report)
+        # The last shard may have fewer images than the others.
         sink.flush()
         return _finish(folder, about, sink.expected)
 
 
 class _ShardSink:
-    """The shards of a folder: collects the scores of a shard's batches, and writes its file.
+    """Collects the scores of a shard's batches, and writes them to its file; shard by shard.
 
     Args:
         folder: The folder of the shards.
         size: The number of images in a shard.
-        score_one: Returns the scores of any single image. A shard of which no image could be read
-            takes its columns from these scores.
+        score_one: Returns the scores of any single image. They give a shard of which no image could
+            be read its columns.
 
     Attributes:
-        expected: The number of shards that the folder must hold.
-        number: The number of the shard that is being collected; None if there is none.
-        tables: The scores of the shard so far, pyarrow tables.
-        rejected: The images of the shard so far that could not be read.
+        expected: The number of shards that the folder must hold, as far as they are known.
+        number: The index of the shard that is being collected; None if there is none.
+        tables: The scores of this shard's batches so far, as pyarrow tables.
+        rejected: The images of this shard so far that could not be read.
     """
 
     def __init__(
@@ -99,36 +101,37 @@ class _ShardSink:
         self.rejected: list[Rejected] = []
 
     def missing_batches(self, source: Source) -> Generator[ImageBatch]:
-        """Yield the batches of all shards that the folder lacks; other batches are not read.
+        """Yield the batches of all shards that the folder lacks, without reading the others.
 
         Args:
             source: The source of all images.
         """
-        number, is_done = 0, False
-        while not is_done:
-            while _shard(self.folder, number).exists():
+        number = 0
+        is_at_end = False
+        while not is_at_end:
+            # Reads from the next shard that is missing, up to one that exists or to the end.
+            while _shard_path(self.folder, number).exists():
                 number += 1
             self.expected = max(self.expected, number)
-            is_done = True
+            is_at_end = True
             start = number * self.size
             with closing(source.batches(start, self.size)) as batches:
                 for batch in batches:
                     number = batch.first // self.size
-                    if _shard(self.folder, number).exists():
-                        # The outer loop starts reading again at the next shard that is missing.
-                        is_done = False
+                    if _shard_path(self.folder, number).exists():
+                        is_at_end = False
                         break
                     yield batch
 
     def restore(self, batch: ImageBatch) -> bool:
-        """Return False: `missing_batches` yields no batch of a shard that the folder has."""
+        """Return False: each batch has to be scored, as `missing_batches` leaves out the others."""
         return False
 
     def write(self, batch: ImageBatch, scored: Scored | None) -> None:
-        """Collect the scores of a batch; write its shard if this batch is the last of a full shard.
+        """Collect the scores of a batch, and write the shard if this completes it.
 
         Args:
-            batch: A batch of one shard; no batch reaches into another.
+            batch: A batch whose images all belong to one shard.
             scored: The scores of the batch; None if none of its images could be read.
         """
         self.number = batch.first // self.size
@@ -142,41 +145,51 @@ class _ShardSink:
         """Write the shard that is being collected, if any; the next batch begins another one."""
         if self.number is None:
             return
-        tables = self.tables or [self.score_one().to_arrow().slice(0, 0)]
-        rejected = json.dumps([asdict(one) for one in self.rejected]).encode()
-        table = arrow().concat_tables(tables)
+        if not self.tables:
+            # No image could be read: a table with the columns of scores, but without rows.
+            self.tables.append(self.score_one().to_arrow().slice(0, 0))
+        rejected = json.dumps([asdict(image) for image in self.rejected]).encode()
+        table = arrow().concat_tables(self.tables)
         table = table.replace_schema_metadata({REJECTED_KEY: rejected})
-        write(_shard(self.folder, self.number), table)
+        write(_shard_path(self.folder, self.number), table)
         self.expected = max(self.expected, self.number + 1)
-        self.number, self.tables, self.rejected = None, [], []
+        self.number = None
+        self.tables = []
+        self.rejected = []
 
 
 def _finish(folder: Path, about: dict[str, Any], expected: int) -> Done:
-    """Write the manifest, once all shards are there.
+    """Complete the folder: write the list of rejected images, and the manifest with all counts.
 
     Args:
         folder: The folder of the shards.
         about: The settings that decide the scores.
-        expected: The number of shards; an error is raised if one of them is missing.
+        expected: The number of shards that the folder must hold.
+
+    Returns:
+        How many images of the folder are scored, rejected and accepted.
+
+    Raises:
+        QualmsError: If a shard is missing, as it was removed during the run.
     """
-    shards = [_shard(folder, number) for number in range(expected)]
+    shards = [_shard_path(folder, number) for number in range(expected)]
     rejected = []
     for shard in shards:
         if not shard.exists():
             raise QualmsError(
                 f"shards in {folder} were deleted during the run; run the same command again."
             )
-        rejected += _rejected_of(shard)
+        rejected += _read_rejections(shard)
     return finish(folder, about, shards, rejected)
 
 
-def _rejected_of(shard: Path) -> list[Rejected]:
-    """Read the list of a shard's images that could not be read, from its metadata."""
+def _read_rejections(shard: Path) -> list[Rejected]:
+    """Read which images of a shard could not be read, with reasons, from the shard's metadata."""
     with explain_parquet_errors(shard), parquet().ParquetFile(shard) as file:
-        rejected = json.loads(file.schema_arrow.metadata[REJECTED_KEY])
-        return [Rejected(str(one["id"]), str(one["reason"])) for one in rejected]
+        images = json.loads(file.schema_arrow.metadata[REJECTED_KEY])
+        return [Rejected(str(image["id"]), str(image["reason"])) for image in images]
 
 
-def _shard(folder: Path, number: int) -> Path:
-    """Return the path of the shard with this number, from 0."""
+def _shard_path(folder: Path, number: int) -> Path:
+    """Return the path of a shard in a folder by its index, from 0."""
     return folder / f"shard-{number:05d}.parquet"

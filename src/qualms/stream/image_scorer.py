@@ -24,19 +24,20 @@ def make_scorer(
     Args:
         network: the network whose model and ensemble members are used.
         methods: the methods by name, with noise for pixels in [0, 1], as papers give it.
-        train: images that methods may learn from; used only if one of the methods does.
+        train: images that methods may learn from; used only if one of the methods needs training
+            data.
         options: `engine`, `tolerance` and `seed`, as for `Scorer`.
     """
-    scaled: dict[str, Method] = {}
-    batches = None
+    scaled_methods: dict[str, Method] = {}
+    train_batches = None
     for name, method in methods.items():
-        scaled[name] = network.scale_noise(method)
+        scaled_methods[name] = network.scale_noise(method)
         if train is not None and TRAINING_DATA in method.needs:
-            batches = InputBatches(network, train)
+            train_batches = InputBatches(network, train)
     return Scorer(
         network.model,
-        scaled,
-        train=batches,
+        scaled_methods,
+        train=train_batches,
         models=network.members,
         **options,
     )
@@ -44,10 +45,10 @@ def make_scorer(
 
 @dataclass(frozen=True)
 class ImageScorer:
-    """A network's transform, and the scorer of its model.
+    """Scores images by a network, which turns them into inputs, and the scorer of its model.
 
-    An image's random draws follow its pixels and the seed. So its score does not depend on its
-    position, on its batch, or on the command that scores it.
+    An image's random draws depend on its pixels and the seed alone. So its score does not depend on
+    its position, on its batch, or on the command that scores it.
 
     Args:
         network: the network, which turns images into inputs.
@@ -75,25 +76,28 @@ class ImageScorer:
         with _name_image(images, numbers, first):
             scored = self.scorer(x, numbers=numbers)
         ids = images.ids or range(first, first + len(images))
-        classes = scored.probs.shape[1]
-        names = self.network.names_of_classes(images, classes)
+        num_classes = scored.probs.shape[1]
+        names = self.network.names_of_classes(images, num_classes)
         return replace(scored, ids=ids, class_names=names)
 
 
 @contextmanager
 def _name_image(images: Images, numbers: Sequence[int], first: int) -> Iterator[None]:
-    """Convert the scorer's `NotFinite`, which has an image's number, into an error that names it.
+    """Name the image in errors of the scorer, which knows images only by number.
 
     Args:
-        images: the images of the batch.
+        images: the images of the batch that is scored inside the block.
         numbers: the numbers that were passed to the scorer, one for each image.
         first: the position of the first image in the stream.
+
+    Raises:
+        QualmsError: if the scorer raises `NotFinite`, as an image has no finite score.
     """
     try:
         yield
     except NotFinite as error:
-        place = numbers.index(error.number)
-        which = images.ids[place] if images.ids else f"image {first + place}"
+        index = numbers.index(error.number)
+        which = images.ids[index] if images.ids else f"image {first + index}"
         raise QualmsError(
             f"{error.method} has no finite score for {which} of {images.name}; leave the method "
             "out."

@@ -43,7 +43,9 @@ class Network:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The settings that identify the network, saved in the first row of a run."""
+        """The settings that identify the network; a run saves them, and only resumes with equal
+        ones.
+        """
         identity: dict[str, Any] = {
             "qualms": __version__,
             "network": self.name,
@@ -58,7 +60,7 @@ class Network:
         return identity
 
     def inputs(self, images: Images) -> Float[Tensor, "n c h w"]:
-        """Resize, convert and normalize images into the model's inputs, on the model's device."""
+        """Convert images to the model's inputs: resized, normalized, and on the model's device."""
         return self._normalize(self._transform(images))
 
     def numbered_inputs(self, images: Images) -> tuple[Float[Tensor, "n c h w"], list[int]]:
@@ -77,10 +79,11 @@ class Network:
         return self._normalize(transformed), transformed.numbers()
 
     def _transform(self, images: Images) -> Images:
-        """Resize and crop images for the model, with as many channels as it takes."""
+        """Resize and crop images for the model, and convert them to gray or color as it needs."""
         transformed = images if self.transform is None else self.transform.apply(images)
-        channels = len(self.normalization.mean)
-        return transformed.convert(channels, transformed.size)  # files are read in color
+        # Files are read in color, so images for a model of gray ones have too many channels.
+        num_channels = len(self.normalization.mean)
+        return transformed.convert(num_channels, transformed.size)
 
     def _normalize(self, transformed: Images) -> Float[Tensor, "n c h w"]:
         """Convert images to normalized floats on the model's device."""
@@ -96,35 +99,47 @@ class Network:
         return torch.cat(parts)
 
     def describe_preprocessing(self, images: Images) -> tuple[str, ...]:
-        """Describe in sentences what reading did to the images, and what the transform does."""
+        """Return sentences on how images were changed while reading, and how the transform changes
+        them.
+        """
         if self.transform is None:
             return images.notes
-        description = self.transform.describe([images.size] * len(images))
+        sizes = [images.size] * len(images)
+        description = self.transform.describe(sizes)
         return (*images.notes, description) if description else images.notes
 
     def require_input_size(self, images: Images) -> None:
-        """Raise an error, with the size, if the model cannot take the first image at its size."""
+        """Raise an error if the model cannot take images of this size.
+
+        Args:
+            images: images of one size; the first is passed through the model.
+        """
+        # A transform resizes images of any size to the model's.
         if self.transform is not None:
             return
         height, width = images.size
 
         def explain(error: Exception) -> QualmsError:
-            """Create the error that names the network, the size and the reason."""
+            """Create the error that names the network, the images' size and the model's error."""
             return QualmsError(
                 f"{self.name} does not accept images of {width} x {height} pixels "
                 f"({reason(error)}); pass size=, the size it was trained on."
             )
 
-        x = self.inputs(images.take(slice(0, 1)))
+        x = self.inputs(images.take(slice(0, 1)))  # the first image as a batch
         with explain_failure(explain), preserve_state(self.model) as model, torch.no_grad():
             model(x)
 
     def names_of_classes(self, images: Images, count: int) -> tuple[str, ...] | None:
-        """Return the network's class names, else the images'; None if neither are `count` names.
+        """Return the names of the model's outputs, if they are known.
 
         Args:
             images: images whose class names are used if the network has none.
             count: the number of the model's outputs.
+
+        Returns:
+            The first of the network's and the images' class names that are `count` names; None if
+            neither are.
         """
         for names in (self.class_names, images.classes):
             if len(names) == count:
@@ -145,6 +160,7 @@ class Network:
             return images
         if images.classes == self.class_names:
             return images
+        # What errors call the images: the name of a dataset, or else where they came from.
         source = images.name if images.name in DATASETS else images.source or images.name
         if not self.class_names:
             self._require_class_count(images, source)
@@ -152,8 +168,10 @@ class Network:
         names = self.class_names
         if names == imagenet_classes() and set(images.classes) <= set(imagenet_ids()):
             names = imagenet_ids()
-        indices = torch.tensor(_match_classes(images.classes, names, source, self.name))
-        return replace(images, labels=indices[images.labels], classes=self.class_names)
+        # The network's class index for each of the images' classes.
+        index_of_class = torch.tensor(_match_classes(images.classes, names, source, self.name))
+        labels = index_of_class[images.labels]
+        return replace(images, labels=labels, classes=self.class_names)
 
     def _require_class_count(self, images: Images, source: str) -> None:
         """Raise an error unless the network has as many outputs as the images have classes.
@@ -162,10 +180,10 @@ class Network:
             images: labeled images, the first of which is passed through the network.
             source: what the error calls the images.
         """
-        classes = self.logits(images.take(slice(0, 1))).shape[1]
-        if len(images.classes) != classes:
+        num_classes = self.logits(images.take(slice(0, 1))).shape[1]
+        if len(images.classes) != num_classes:
             raise QualmsError(
-                f"{self.name} outputs {classes} classes, but {source} has "
+                f"{self.name} outputs {num_classes} classes, but {source} has "
                 f"{len(images.classes)}; make a folder for each class, or name the network's "
                 "classes."
             )
@@ -174,7 +192,7 @@ class Network:
         """Compute the share of images that the network classifies correctly.
 
         Args:
-            images: images with labels that count as the network's outputs do (see `relabel`).
+            images: images whose labels are the network's class indices (see `relabel`).
 
         Raises:
             QualmsError: if there are no labels, or if the network has another number of classes.
@@ -185,27 +203,32 @@ class Network:
                 f"{images.name} has no labels, so it is not known which predictions are right."
             )
         dataset_classes = DATASETS[images.name].classes if images.name in DATASETS else None
-        highest = int(labels.max()) + 1
-        classes = logits.shape[1]
-        if highest > classes or dataset_classes not in (None, classes):
+        # The images have at least as many classes as this.
+        label_classes = int(labels.max()) + 1
+        num_classes = logits.shape[1]
+        if label_classes > num_classes or dataset_classes not in (None, num_classes):
             raise QualmsError(
-                f"{self.name} outputs {classes} classes, but {images.name} has "
-                f"{dataset_classes or highest}; choose a network for these images."
+                f"{self.name} outputs {num_classes} classes, but {images.name} has "
+                f"{dataset_classes or label_classes}; choose a network for these images."
             )
         return accuracy(logits, labels)
 
     def scale_noise(self, method: Method) -> Method:
-        """Convert a method's noise level from pixels in [0, 1] to the units of the model's input.
+        """Return the method with its noise level in the units of the model's normalized input.
 
-        Papers give the σ of smoothing and `perturb-x`, the a of `mc-aa` and the ε of `odin` for
-        pixels in [0, 1].
+        Args:
+            method: a method whose noise is meant for pixels in [0, 1], as papers give it: the σ of
+                smoothing and `perturb-x`, the a of `mc-aa`, or the ε of `odin`. Methods without
+                noise are returned unchanged.
         """
         return method.in_units(self.normalization.in_model_units)
 
 
 @dataclass(frozen=True)
 class InputBatches:
-    """A network's inputs for some images, in batches that each iteration computes again.
+    """A network's inputs for some images, as an iterable of batches.
+
+    Batches are computed while they are iterated over, and again by each iteration.
 
     Args:
         network: the network that turns images into inputs.
@@ -235,27 +258,29 @@ def _match_classes(
         network: the name of the network in errors.
 
     Returns:
-        For each of `image_classes`, its position in `names`.
+        For each of `image_classes`, its index in `names`.
     """
-    places: dict[str, list[int]] = {}
-    for number, name in enumerate(names):
-        places.setdefault(name, []).append(number)
-    seen: Counter[str] = Counter()
-    counts = Counter(image_classes)
-    indices = []
+    # The class indices of the network by name; several classes may share a name.
+    indices_by_name: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        indices_by_name.setdefault(name, []).append(index)
+    image_counts = Counter(image_classes)
+    # How many of the images' classes of each name are matched so far.
+    num_matched: Counter[str] = Counter()
+    matches = []
     for name in image_classes:
-        if name not in places:
+        if name not in indices_by_name:
             raise QualmsError(
                 f"{source} has the class {name!r}, which {network} does not have: its classes are "
                 f"{', '.join(names[:3])} …; rename the folders, or name the network's classes."
             )
-        # Otherwise it would be open which of the network's classes of this name is meant.
-        if len(places[name]) != counts[name]:
-            which = " and ".join(map(str, places[name]))
+        # If the counts differ, it is open which of the network's classes of this name is meant.
+        if len(indices_by_name[name]) != image_counts[name]:
+            which = " and ".join(map(str, indices_by_name[name]))
             raise QualmsError(
                 f"{source} has the class {name!r}, but classes {which} of {network} share that "
                 "name; give them different names with --classes."
             )
-        indices.append(places[name][seen[name]])
-        seen[name] += 1
-    return indices
+        matches.append(indices_by_name[name][num_matched[name]])
+        num_matched[name] += 1
+    return matches

@@ -28,10 +28,14 @@ BatchT_contra = TypeVar("BatchT_contra", bound=Batch, contravariant=True)
 
 
 class Sink(Protocol[BatchT_contra]):
-    """Takes the scores of a stream, batch by batch: into a table, a journal or shards."""
+    """Saves the scores of a stream batch by batch, for example in a table, a journal or shards."""
 
     def restore(self, batch: BatchT_contra) -> bool:
-        """Restore this batch's scores from an earlier run; False if it has to be scored."""
+        """Restore the scores of a batch from an earlier run.
+
+        Returns:
+            False if there are none, so that the batch has to be scored.
+        """
 
     def write(self, batch: BatchT_contra, scored: Scored | None) -> None:
         """Save one batch; `scored` is None if none of its samples could be read."""
@@ -63,7 +67,7 @@ def report_to(
     total: int | None,
     samples: str = "images",
 ) -> Callable[[int], None]:
-    """Build the `progress` argument of `score_stream` from a progress callback.
+    """Build the `progress` argument of `score_stream`, which is called with a count alone.
 
     Args:
         progress: the callback, called with a text, the samples done and their total; None reports
@@ -74,7 +78,8 @@ def report_to(
     """
 
     def report(done: int) -> None:
-        """Call `progress` with the samples done; an unknown total is reported as `done`."""
+        """Report that `done` samples are scored so far."""
+        # If the total is unknown, as much as is done is reported as the total.
         if progress is not None:
             progress(f"{samples} of {name} scored", done, total or done)
 

@@ -23,19 +23,19 @@ SPLIT_FILES = 256
 def batch_sizes(count: int, largest: int = BATCH) -> Iterator[int]:
     """Yield the sizes of consecutive batches of `count` images: 1, 3, 12, 16, then `largest`.
 
-    The first batches are small, so that progress shows early. The sizes depend on nothing else, so
-    a run that resumes forms the same batches as one that was never stopped.
+    The first batches are small, so that progress shows early. The sizes depend on the arguments
+    alone, so a run that resumes forms the same batches as one that was never stopped.
 
     Args:
         count: the number of images, at least 0.
         largest: the most images in a batch.
     """
-    left = count
-    for first in FIRST_SIZES:
-        size = min(first, largest, left)
+    num_left = count
+    for first_size in FIRST_SIZES:
+        size = min(first_size, largest, num_left)
         if size:
             yield size
-        left -= size
-    while left > 0:
-        yield min(largest, left)
-        left -= largest
+        num_left -= size
+    while num_left > 0:
+        yield min(largest, num_left)
+        num_left -= largest

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, cycle, islice, repeat
+from itertools import cycle, islice, repeat
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ THREADS = 2  # threads that decode images
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """Consecutive images of a source.
+    """Consecutive images of a source, as read from its files.
 
     Args:
         count: the number of images in this batch, including unreadable ones.
@@ -51,9 +51,9 @@ class ImageBatch:
         return len(self.images) == 0
 
 
-# Reads one batch; may run in a thread.
+# A function that reads one batch; it may run in a thread.
 Reader = Callable[[], ImageBatch]
-# Lists some of the files; may be sent to another process.
+# A function that lists some files of a source; it may be sent to another process and run there.
 Split = Callable[[], Iterable[File]]
 
 
@@ -69,8 +69,8 @@ class Source:
         count: the number of images. None if the count is unknown until the files are read.
         readers: called with a start position and the sizes of batches; returns a reader for each
             batch from that position on.
-        splits: lists all files, in parts for several processes; None if one process must read
-            all of them.
+        splits: returns functions that together list all files, to be called in several processes;
+            None if one process must read all files.
     """
 
     name: str
@@ -87,23 +87,30 @@ class Source:
             start: the position of the first image, where a shard begins.
             shard: the number of images in a shard; no batch reaches from one shard into the next.
         """
+        # The position of the next batch's first image.
         first = start
-        # Each shard has the same sizes of batches.
+        # The sizes of one shard's batches, repeated for each shard.
         sizes = cycle(batch_sizes(shard, BATCH))
+        # `closing` stops the threads if the caller stops early.
         with closing(_read_ahead(self.readers(start, sizes))) as batches:
             for batch in batches:
                 yield replace(batch, first=first)
                 first += batch.count
 
     def first(self) -> Images:
-        """Read the first batch with a readable image; raise an error if no image can be read."""
+        """Return the images of the first batch in which any can be read.
+
+        Raises:
+            QualmsError: if no image of the source can be read; it says why the first could not.
+        """
         why = ""
         readers = self.readers(0, repeat(BATCH))
         with closing(_read_ahead(readers)) as batches:
             for batch in batches:
-                if len(batch.images):
+                if not batch.is_empty:
                     return batch.images
                 rejected = batch.rejected[0]
+                # The reason for the first image of all is kept.
                 why = why or f": {rejected.id} is {rejected.reason}"
         raise QualmsError(
             f"no image of {self.name} can be read{why}; check that you passed the right path."
@@ -111,7 +118,7 @@ class Source:
 
 
 def batches_in_memory(images: Images) -> Iterator[ImageBatch]:
-    """Yield images that are in memory already, in batches of the same sizes as a source's."""
+    """Split images that are in memory into batches of the same sizes as those of a `Source`."""
     first = 0
     for size in batch_sizes(len(images)):
         part = images.take(slice(first, first + size))
@@ -154,12 +161,22 @@ def open_source(
 
 
 def _find_files(data: str, root: Path | None) -> list[Path]:
-    """Find the file or folder, or the files of a pattern; none for a dataset or a missing file."""
+    """Find the files that `data` names.
+
+    Args:
+        data: a path, a pattern such as `shards/*.tar`, or the name of a dataset; paths and patterns
+            may be relative to `root`.
+        root: the folder with the datasets; None for the default one.
+
+    Returns:
+        A single file or folder, or the sorted files of a pattern; none for a dataset, or if there
+        is no such file.
+    """
     if dataset_name(data, root) is not None:
         return []
-    place = find_data_path(data, datasets_root(root))
-    if place is not None:
-        return [place]
+    path = find_data_path(data, datasets_root(root))
+    if path is not None:
+        return [path]
     for pattern in (data, str(datasets_root(root) / data)):
         matches = sorted(map(Path, glob.glob(pattern)))
         if matches and glob.has_magic(data):
@@ -193,61 +210,77 @@ class _FileReader:
             yield partial(self.read, batch)
 
     def read(self, files: tuple[File, ...]) -> ImageBatch:
-        """Read one batch of files."""
+        """Read and decode one batch of files."""
         read = read_images(files, self.name, self.transform, self.strict, may_be_empty=True)
-        ids = tuple(files[place].id for place in read.kept)
-        images = Images(self.name, torch.from_numpy(read.pixels), None, ids=ids)
+        # `kept` are the indices of the files that could be read.
+        ids = tuple(files[index].id for index in read.kept)
+        pixels = torch.from_numpy(read.pixels)
+        images = Images(self.name, pixels, labels=None, ids=ids)
         return ImageBatch(len(files), images, read.rejected)
 
 
 def _parquet_source(files: list[Path], reader: _FileReader) -> Source:
-    """Build a Source over the rows of .parquet files, in order; each row group is a split."""
+    """Build a `Source` over the rows of .parquet files, in order.
+
+    Args:
+        files: the paths of the files.
+        reader: reads the images of the rows.
+    """
+    # For each file the number of rows in each of its row groups, and its class names.
     groups, classes = zip(*map(read_parquet_outline, files), strict=True)
-    rows = list(map(sum, groups))
+    rows_per_file = list(map(sum, groups))
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
-        """Read the rows from `start` on, in batches of these sizes."""
-        return reader.readers(_parquet_rows_from(files, rows, start), sizes)
+        """Yield readers of the rows from index `start` on, in batches of these sizes."""
+        return reader.readers(_parquet_rows_from(files, rows_per_file, start), sizes)
 
     def splits() -> list[Split]:
-        """Return a split for each group of rows; a worker lists its rows later."""
+        """Return a function for each row group, which lists the images of its rows."""
         return list(_row_group_splits(_absolute(files), groups))
 
     return Source(
         name=reader.name,
         classes=classes[0],
         fingerprint=_fingerprint(files),
-        count=sum(rows),
+        count=sum(rows_per_file),
         readers=readers,
         splits=splits,
     )
 
 
-def _parquet_rows_from(paths: list[Path], rows: Sequence[int], start: int) -> Iterator[File]:
-    """Yield the images of .parquet files from a position on.
+def _parquet_rows_from(
+    paths: list[Path], rows_per_file: Sequence[int], start: int
+) -> Iterator[File]:
+    """Yield the images of .parquet files, file by file, from a position on.
 
     Args:
-        paths: the files.
-        rows: the number of rows in each file.
-        start: the position of the first image, counted over all files.
+        paths: the paths of the files.
+        rows_per_file: the number of rows in each file.
+        start: the position of the first image to yield, counted over all files.
     """
-    for (path, prefix), count in zip(_id_prefixes(paths).items(), rows, strict=True):
-        if start < count:
-            yield from _parquet_rows(path, prefix, max(0, start), count)
-        # Counted from the first row of the next file; below 0 once a file has been read.
-        start -= count
+    prefixes = _id_prefixes(paths)
+    file_start = 0  # the position of a file's first row, counted over all files
+    for path, num_rows in zip(paths, rows_per_file, strict=True):
+        first_row = max(0, start - file_start)
+        if first_row < num_rows:
+            yield from _parquet_rows(path, prefixes[path], first_row, num_rows)
+        file_start += num_rows
 
 
 def _row_group_splits(paths: list[Path], groups: Iterable[list[int]]) -> Iterator[Split]:
-    """Yield a split for each group of rows of .parquet files.
+    """Yield a function for each row group of .parquet files, which lists the images of its rows.
 
     Args:
-        paths: the files.
+        paths: the paths of the files.
         groups: for each file, the number of rows in each of its groups.
     """
-    for (path, prefix), counts in zip(_id_prefixes(paths).items(), groups, strict=True):
-        for end, count in zip(accumulate(counts), counts, strict=True):
-            yield partial(_parquet_rows, path, prefix, end - count, end)
+    prefixes = _id_prefixes(paths)
+    for path, group_sizes in zip(paths, groups, strict=True):
+        start = 0
+        for size in group_sizes:
+            end = start + size
+            yield partial(_parquet_rows, path, prefixes[path], start, end)
+            start = end
 
 
 def _parquet_rows(path: Path, prefix: str, start: int, end: int) -> Iterator[File]:
@@ -259,29 +292,31 @@ def _parquet_rows(path: Path, prefix: str, start: int, end: int) -> Iterator[Fil
         start: the first row.
         end: the row after the last row.
     """
-    left = end - start
+    # `iter_parquet_files` yields lists of `BATCH` rows up to the end of the file.
     for files in iter_parquet_files(path, start, BATCH, prefix):
         for file in files:
-            if left == 0:
+            if start == end:
                 return
             yield file
-            left -= 1
+            start += 1
 
 
 def _tar_source(files: list[Path], reader: _FileReader) -> Source:
-    """Build a Source over the images of .tar files, in order; each file is a split.
+    """Build a `Source` over the images of .tar files, in order.
 
-    The count is unknown until the files are read.
+    Args:
+        files: the paths of the .tar files, whose number of images is unknown until they are read.
+        reader: reads the images.
     """
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
-        """Read the images from `start` on, in batches of these sizes."""
+        """Yield readers of the images from index `start` on, in batches of these sizes."""
         # Images before `start` are skipped, not decoded.
         remaining = islice(_tar_members(files), start, None)
         return reader.readers(remaining, sizes)
 
     def splits() -> list[Split]:
-        """Return a split for each file."""
+        """Return a function for each .tar file, which lists its images."""
         prefixes = _id_prefixes(_absolute(files))
         return [partial(iter_tar_files, path, prefix) for path, prefix in prefixes.items()]
 
@@ -302,25 +337,30 @@ def _tar_members(paths: list[Path]) -> Iterator[File]:
 
 
 def _folder_source(listing: Listing, reader: _FileReader) -> Source:
-    """Build a Source over a folder's files, in splits of SPLIT_FILES."""
+    """Build a `Source` over the images of a folder.
+
+    Args:
+        listing: the folder and its image files.
+        reader: reads the files.
+    """
     files, folder = listing.files, listing.path
     if not files:
         raise QualmsError(f"{folder} contains no images; check the path.")
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
-        """Read the files from `start` on, in batches of these sizes."""
+        """Yield readers of the files from index `start` on, in batches of these sizes."""
         return reader.readers(listing.to_read(start), sizes)
 
     def splits() -> list[Split]:
-        """Return splits of `SPLIT_FILES` files, with absolute paths for other processes."""
-        parts: list[Split] = []
+        """Return functions that each list up to `SPLIT_FILES` files, with absolute paths."""
+        file_listers: list[Split] = []
         for start in range(0, len(files), SPLIT_FILES):
             split_files = _absolute(files[start : start + SPLIT_FILES])
             listing_of_split = Listing(
                 path=folder.absolute(), files=split_files, labels=None, classes=(), other_files=[]
             )
-            parts.append(partial(_files_of_split, listing_of_split))
-        return parts
+            file_listers.append(partial(_list_split, listing_of_split))
+        return file_listers
 
     return Source(
         name=reader.name,
@@ -332,8 +372,12 @@ def _folder_source(listing: Listing, reader: _FileReader) -> Source:
     )
 
 
-def _files_of_split(listing: Listing) -> Iterator[File]:
-    """List the files of one split of a folder; raise an error if this machine lacks the folder."""
+def _list_split(listing: Listing) -> Iterator[File]:
+    """List some files of a folder; runs on any machine of a cluster.
+
+    Raises:
+        QualmsError: if this machine does not have the folder.
+    """
     if not listing.path.is_dir():
         raise QualmsError(
             f"{listing.path} does not exist on {platform.node()}; every machine must find the "
@@ -343,7 +387,7 @@ def _files_of_split(listing: Listing) -> Iterator[File]:
 
 
 def _npz_source(data: str, path: Path, transform: ImageTransform | None) -> Source:
-    """Build a Source over the test images of a .npz file.
+    """Build a `Source` over the test images of a .npz file.
 
     Args:
         data: the display name of the images.
@@ -352,11 +396,13 @@ def _npz_source(data: str, path: Path, transform: ImageTransform | None) -> Sour
     """
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
-        """Read the images from `start` on; each part is in memory before its reader is yielded."""
+        """Yield readers of the images from index `start` on, in batches of these sizes.
+
+        The file is read here; the readers only transform its images.
+        """
         for pixels in iter_npz_images(path, "test", start, sizes):
-            yield partial(
-                _transformed_batch, Images(data, torch.from_numpy(pixels), None), transform
-            )
+            images = Images(data, torch.from_numpy(pixels), labels=None)
+            yield partial(_transform_batch, images, transform)
 
     return Source(
         name=data,
@@ -367,17 +413,22 @@ def _npz_source(data: str, path: Path, transform: ImageTransform | None) -> Sour
     )
 
 
-def _transformed_batch(images: Images, transform: ImageTransform | None) -> ImageBatch:
-    """Transform images that were read, and return them as a batch."""
+def _transform_batch(images: Images, transform: ImageTransform | None) -> ImageBatch:
+    """Apply a transform, or None for none, to images in memory, and return them as a batch."""
     transformed = images if transform is None else transform.apply(images)
     return ImageBatch(len(images), transformed)
 
 
 def _memory_source(data: str, images: Images) -> Source:
-    """Build a Source over images that are in memory: a dataset, or a single image."""
+    """Build a `Source` over images that are in memory.
+
+    Args:
+        data: the display name of the images.
+        images: the images of a dataset, or a single image.
+    """
 
     def readers(start: int, sizes: Sizes) -> Iterator[Reader]:
-        """Yield readers that return the images from `start` on, in batches of these sizes."""
+        """Yield readers of the images from index `start` on, in batches of these sizes."""
         while start < len(images):
             part = images.take(slice(start, start + next(sizes)))
             start += len(part)
@@ -393,24 +444,26 @@ def _memory_source(data: str, images: Images) -> Source:
 
 
 def _read_ahead(readers: Iterable[Reader]) -> Generator[ImageBatch]:
-    """Yield the batches in order; while the caller works on a batch, threads read the next ones.
+    """Run readers in threads, and yield their batches in order.
 
-    At most `THREADS` batches are read ahead, which bounds memory.
+    While the caller works on a batch, the threads read the next ones: at most `THREADS` batches, to
+    limit memory.
     """
     with ThreadPoolExecutor(THREADS) as pool:
-        running: deque[Future[ImageBatch]] = deque()
+        pending: deque[Future[ImageBatch]] = deque()
         for reader in readers:
-            running.append(pool.submit(reader))
-            if len(running) > THREADS:
-                yield running.popleft().result()
-        while running:
-            yield running.popleft().result()
+            pending.append(pool.submit(reader))
+            if len(pending) > THREADS:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def _id_prefixes(paths: list[Path]) -> dict[Path, str]:
-    """Return an id prefix per file, so that ids from different files do not collide.
+    """Return what the ids of each file's images begin with, by the path of the file.
 
-    The prefix of a single file is empty.
+    It is the file's relative name and a space, so that ids from different files differ; or nothing
+    if there is a single file.
     """
     if len(paths) == 1:
         return {paths[0]: ""}
@@ -418,12 +471,12 @@ def _id_prefixes(paths: list[Path]) -> dict[Path, str]:
 
 
 def _absolute(paths: list[Path]) -> list[Path]:
-    """Return absolute paths, valid in processes with another working directory."""
+    """Make paths absolute, so that they are valid in processes with another working directory."""
     return [path.absolute() for path in paths]
 
 
 def _relative_names(files: list[Path], folder: Path | None = None) -> dict[Path, str]:
-    """Return each file's path relative to `folder`, by default to the closest common folder."""
+    """Return the path of each file relative to `folder`, or else to the closest common folder."""
     common = folder or os.path.commonpath([file.parent for file in files])
     return {file: file.relative_to(common).as_posix() for file in files}
 
@@ -435,7 +488,7 @@ def _fingerprint(files: list[Path], folder: Path | None = None) -> str:
         try:
             status = file.stat()
             digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-        # A dangling symlink, which is an image that cannot be read.
+        # A broken symbolic link, which counts as an image that cannot be read.
         except OSError:
             digest.update(f"{name}\0\n".encode())
     return digest.hexdigest()[:16]

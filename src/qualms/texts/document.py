@@ -11,19 +11,19 @@ __all__ = ["Document", "ScoredDocument"]
 class ScoredDocument:
     """A text in tokens, with scores.
 
-    A token's scores are about what the model predicts after reading it: the next token.
+    A token's scores say how uncertain the model is, after reading this token, about the next one.
 
     Args:
         document: the text.
-        ids: the tokens' numbers in the vocabulary.
+        ids: the tokens' indices in the vocabulary.
         offsets: where each token starts and ends in the text, in characters; (0, 0) for a token
             that is not in the text.
         scores: by method, a score for each token; higher means more uncertain.
         alternatives: after each token, the likeliest next tokens with their probabilities,
             likeliest first.
-        next_log_probs: log p of the token that follows; NaN after the last one.
-        sequence: ‖∇θ Σ_t log p(y_t)‖ of the whole text divided by its number of tokens; None
-            without gradients, and for a text that was read in several windows.
+        next_log_probs: for each token, log p of the token that follows; NaN after the last one.
+        sequence: ‖∇θ Σ_t log p(y_t)‖ divided by the number of tokens y_t of the whole text; None if
+            no method computes gradients, and for a text that was read in several windows.
     """
 
     document: Document

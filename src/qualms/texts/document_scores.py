@@ -39,9 +39,10 @@ def score_documents(
 ) -> Iterator[ScoredDocument]:
     """Score the tokens of each document; yield the documents in order, each as soon as it is done.
 
-    A document that exceeds the context is read in windows: each moves on by half of what it holds,
-    so that a token is judged after reading at least half a window, and each token is scored once.
-    Such a document has no `sequence`, which is about all of its tokens at once.
+    A document that exceeds the context is read in overlapping windows. Each window begins half a
+    window after the one before, so that a token is scored after reading at least half a window, and
+    each token is scored once. Such a document has no `sequence`, which takes all of its tokens at
+    once.
 
     Args:
         language_model: the model and the tokenizer that read the documents.
@@ -55,21 +56,27 @@ def score_documents(
         batch_size: how many windows are scored in one call.
         progress: called with ("tokens scored", done, total) after each call of the scorer.
     """
-    width = reading_width(language_model, context)
+    window_size = reading_width(language_model, context)
     scorer = Scorer(language_model.model, methods, class_dim=-1, engine=engine, seed=seed)
     partials = [_PartialDocument(encode(language_model, document)) for document in documents]
     pending: list[tuple[_PartialDocument, Window]] = []
     for partial in partials:
-        for window in windows(len(partial.text.ids), partial.text.lead, width):
+        for window in windows(len(partial.text.ids), partial.text.lead, window_size):
             pending.append((partial, window))
-    piece = decoder(language_model.tokenizer)
+    decode_token = decoder(language_model.tokenizer)
     done, total = 0, sum(len(partial.text.ids) for partial in partials)
     for first in range(0, len(pending), batch_size):
-        part = pending[first : first + batch_size]
-        batch = _make_batch([(partial.text, window) for partial, window in part], scorer.model)
-        scored = scorer(batch.inputs, numbers=batch.numbers, mask=batch.mask, targets=batch.targets)
-        for row, (partial, window) in enumerate(part):
-            partial.add(scored, row, window, piece)
+        in_batch = pending[first : first + batch_size]
+        parts = [(partial.text, window) for partial, window in in_batch]
+        batch = _make_batch(parts, scorer.model)
+        scored = scorer(
+            batch.inputs,
+            numbers=batch.numbers,
+            mask=batch.mask,
+            targets=batch.targets,
+        )
+        for row, (partial, window) in enumerate(in_batch):
+            partial.add_window(scored, row, window, decode_token)
             done += window.end - window.scored
             if partial.is_complete:
                 yield partial.finish()
@@ -105,26 +112,28 @@ def _make_batch(parts: Sequence[tuple[Encoded, Window]], model: Any) -> _Batch:
         parts: the windows, each with the tokens of its document.
         model: the model that reads the windows.
     """
-    read = [window.of(text.ids) for text, window in parts]
-    shape = len(parts), max(map(len, read))
+    window_tokens = [window.of(text.ids) for text, window in parts]
+    shape = len(parts), max(map(len, window_tokens))
     ids = torch.zeros(shape, dtype=torch.long)
     attention = torch.zeros(shape, dtype=torch.long)
     mask = torch.zeros(shape, dtype=torch.bool)
     targets = torch.full(shape, NO_TARGET)
     for row, (text, window) in enumerate(parts):
-        tokens, places = read[row], window.places
+        tokens = window_tokens[row]
         ids[row, : len(tokens)] = torch.tensor(tokens)
         attention[row, : len(tokens)] = 1
-        mask[row, places] = True
-        # The token after the window is the target of its last one, unless that ends the text.
-        goes_on = torch.tensor([text.ids[window.scored : window.end + 1]])
-        targets[row, places] = next_tokens(goes_on)[0, : window.end - window.scored]
+        mask[row, window.places] = True
+        # One token more than is scored, as it is the target of the window's last one. The last
+        # token of the text has no target.
+        scored_and_next = torch.tensor([text.ids[window.scored : window.end + 1]])
+        num_scored = window.end - window.scored
+        targets[row, window.places] = next_tokens(scored_and_next)[0, :num_scored]
     device = model.device
     return _Batch(
-        [hash_array(np.array(tokens)) for tokens in read],
-        {"input_ids": ids.to(device), "attention_mask": attention.to(device)},
-        mask.to(device),
-        targets.to(device),
+        numbers=[hash_array(np.array(tokens)) for tokens in window_tokens],
+        inputs={"input_ids": ids.to(device), "attention_mask": attention.to(device)},
+        mask=mask.to(device),
+        targets=targets.to(device),
     )
 
 
@@ -137,7 +146,8 @@ class _PartialDocument:
         scores: by method, the scores of the tokens so far.
         alternatives: for each token so far, the likely next tokens with their probabilities.
         next_log_probs: for each token so far, log p of the token that follows.
-        sequence: as in `ScoredDocument`, if a single window holds the whole text.
+        sequence: the norm that `ScoredDocument.sequence` describes, if a single window holds the
+            whole text; else None.
     """
 
     text: Encoded
@@ -151,33 +161,34 @@ class _PartialDocument:
         """Whether all tokens have scores."""
         return len(self.next_log_probs) == len(self.text.ids)
 
-    def add(
+    def add_window(
         self,
         scored: Any,
         row: int,
         window: Window,
-        piece: Callable[[int], str],
+        decode_token: Callable[[int], str],
     ) -> None:
-        """Add the scores of one window.
+        """Append the scores, alternatives and log-probabilities of one window.
 
         Args:
             scored: the result of the scorer for a batch of windows.
             row: the index of this window in the batch.
             window: the next window of this document.
-            piece: returns the text that a token adds (see `decoder`).
+            decode_token: returns the text of a token, with the space in front of it.
         """
         places = window.places
         for name, values in scored.scores.items():
             self.scores.setdefault(name, []).extend(values[row, places].tolist())
         classes = scored.classes[row, places].tolist()
         probs = scored.probs[row, places].tolist()
-        for tokens, their_probs in zip(classes, probs, strict=True):
-            pieces = [piece(token) for token in tokens]
-            self.alternatives.append(tuple(zip(pieces, their_probs, strict=True)))
+        for likely_tokens, token_probs in zip(classes, probs, strict=True):
+            texts = [decode_token(token) for token in likely_tokens]
+            self.alternatives.append(tuple(zip(texts, token_probs, strict=True)))
         self.next_log_probs += scored.target_log_probs[row, places].tolist()
-        # After a single token nothing follows.
-        is_whole = window.end - window.scored == len(self.text.ids) > 1
-        if is_whole and scored.sequence is not None:
+        num_tokens = len(self.text.ids)
+        is_whole_text = window.end - window.scored == num_tokens
+        # A text of one token has no next token, so no likelihood to take a gradient of.
+        if is_whole_text and num_tokens > 1 and scored.sequence is not None:
             self.sequence = float(scored.sequence[row])
 
     def finish(self) -> ScoredDocument:
@@ -186,8 +197,8 @@ class _PartialDocument:
             self.text.document,
             self.text.ids,
             self.text.offsets,
-            {name: tuple(values) for name, values in self.scores.items()},
-            tuple(self.alternatives),
-            tuple(self.next_log_probs),
-            self.sequence,
+            scores={name: tuple(values) for name, values in self.scores.items()},
+            alternatives=tuple(self.alternatives),
+            next_log_probs=tuple(self.next_log_probs),
+            sequence=self.sequence,
         )

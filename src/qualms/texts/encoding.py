@@ -21,7 +21,7 @@ class Encoded:
 
     Args:
         document: the text.
-        ids: the tokens' numbers in the vocabulary.
+        ids: the tokens' indices in the vocabulary.
         offsets: where each token starts and ends in the text, in characters.
         lead: how many tokens the tokenizer adds in front of the text.
     """
@@ -51,14 +51,15 @@ class Window:
     end: int
 
     def of(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Select the tokens in this window from all tokens of the document."""
+        """Return the tokens of this window, given all tokens of the document."""
         return tokens[: self.lead] + tokens[self.start : self.end]
 
     @property
     def places(self) -> slice:
-        """The positions of the scored tokens within the window."""
-        last = self.lead + self.end - self.start
-        return slice(last - (self.end - self.scored), last)
+        """The positions of the scored tokens, which end the window, counted within the window."""
+        num_tokens = self.lead + self.end - self.start
+        num_scored = self.end - self.scored
+        return slice(num_tokens - num_scored, num_tokens)
 
 
 def encode(language_model: LanguageModel, document: Document) -> Encoded:
@@ -68,10 +69,11 @@ def encode(language_model: LanguageModel, document: Document) -> Encoded:
         QualmsError: if the document has no tokens of text, or if the tokenizer belongs to another
             model.
     """
-    # Without verbose=False the tokenizer warns of long texts, which are read in windows.
+    # Without verbose=False the tokenizer warns of texts that exceed the model's context.
     encoding = language_model.tokenizer(document.text, return_offsets_mapping=True, verbose=False)
     ids = tuple(encoding["input_ids"])
     offsets = tuple((start, end) for start, end in encoding["offset_mapping"])
+    # Counts the tokens in front of the text.
     lead = 0
     while lead < len(offsets) and offsets[lead] == NO_TEXT:
         lead += 1
@@ -90,15 +92,20 @@ def encode(language_model: LanguageModel, document: Document) -> Encoded:
 
 
 def reading_width(language_model: LanguageModel, context: int | None = None) -> int:
-    """Return how many tokens are read at once, after checking that the model can read them.
+    """Return how many tokens the model reads at once.
 
     Args:
         language_model: the model, whose context may be limited.
-        context: the number asked for; None takes as many as the model can read, at most 1024.
+        context: the number of tokens that the user asked for; None takes as many as the model can
+            read, but at most 1024.
+
+    Raises:
+        QualmsError: if `context` is below 4 tokens, or more than the model can read.
     """
     model_limit = language_model.context
     if context is None:
         return min(model_limit or MAX_CONTEXT, MAX_CONTEXT)
+    # A limit of None means that the model can read any number.
     if context < MIN_CONTEXT or context > (model_limit or context):
         limit = " or more"
         if model_limit is not None:
@@ -108,40 +115,46 @@ def reading_width(language_model: LanguageModel, context: int | None = None) -> 
 
 
 def windows(tokens: int, lead: int, context: int) -> Iterator[Window]:
-    """Yield windows over a document such that each token is scored once.
+    """Yield overlapping windows over a document such that each token is scored once.
 
-    All tokens of the first window are scored. Each further window moves on by half of what it
-    holds, and its first half is context, so that a token is judged after reading at least half a
-    window. The tokens that the tokenizer adds stand in front of every window.
+    All tokens of the first window are scored. Each further window begins half a window after the
+    one before; its first half is context, and its second half is scored. So a token is scored after
+    reading at least half a window. The tokens that the tokenizer adds are repeated at the front of
+    every window.
 
     Args:
         tokens: the number of tokens of the document.
         lead: how many of these tokens the tokenizer added in front.
         context: the most tokens in a window.
     """
-    yield Window(0, 0, 0, min(context, tokens))
-    room = context - lead  # for the tokens that are not repeated
+    yield Window(lead=0, start=0, scored=0, end=min(context, tokens))
+    # The number of tokens in a further window, besides those that are repeated.
+    room = context - lead
     step = max(room // 2, 1)
     for scored in range(context, tokens, step):
         end = min(scored + step, tokens)
-        yield Window(lead, end - room, scored, end)
+        yield Window(lead=lead, start=end - room, scored=scored, end=end)
 
 
 def decoder(tokenizer: Any) -> Callable[[int], str]:
     """Return a function that decodes one token, with the space in front of it.
 
-    Tokenizers drop that space at the start of a text, so the token is decoded after an "a".
+    Tokenizers drop that space at the start of a text, so the token is decoded after the letter "a",
+    which is then cut off.
 
     Args:
         tokenizer: a tokenizer of transformers.
+
+    Returns:
+        A function from a token's index in the vocabulary to its text; results are cached.
     """
-    anchor = tokenizer("a", add_special_tokens=False)["input_ids"]
+    letter_tokens = tokenizer("a", add_special_tokens=False)["input_ids"]
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    before = len(decode(anchor))
+    letter_length = len(decode(letter_tokens))
 
     @cache
-    def piece(token: int) -> str:
-        """Return the text that the token adds after an "a"; each token is decoded once."""
-        return decode([*anchor, token])[before:]
+    def decode_token(token: int) -> str:
+        """Decode a token after the letter "a", and cut off the letter."""
+        return decode([*letter_tokens, token])[letter_length:]
 
-    return piece
+    return decode_token

@@ -26,14 +26,14 @@ class Span:
 
 
 def worst_span(scores: Sequence[float] | np.ndarray, length: int = LENGTH) -> Span | None:
-    """Find the `length` neighboring tokens with the highest mean score; the first if several tie.
+    """Find the `length` neighboring tokens with the highest mean score; the first of equal ones.
 
-    Every token of a span has a score. If no `length` neighbors all have scores, as in a short text,
-    the span is as long as the longest run of tokens with scores.
+    All tokens of the span have scores. If there are no `length` neighbors that all have scores, as
+    in a short text, the span is as long as the longest run of tokens with scores.
 
     Args:
         scores: the score of each token, [n]; NaN for a token without a score.
-        length: the most tokens in a span.
+        length: the most tokens in the span.
 
     Returns:
         The span; None if no token has a score.
@@ -42,29 +42,34 @@ def worst_span(scores: Sequence[float] | np.ndarray, length: int = LENGTH) -> Sp
     length = min(length, _longest_run(~np.isnan(values)))
     if length == 0:
         return None
+    # The mean score of the `length` tokens from each position on; NaN if one has no score.
     means = np.lib.stride_tricks.sliding_window_view(values, length).mean(axis=1)
     start = int(np.nanargmax(means))
     return Span(start, start + length, float(means[start]))
 
 
 def worst_span_of(document: ScoredDocument, method: str, length: int = LENGTH) -> Span | None:
-    """Find the worst span of a text, ignoring the tokens that the tokenizer adds.
+    """Find the span of a text with the highest mean score, ignoring tokens that the tokenizer adds.
 
     Args:
         document: the text with scores.
-        method: the method whose scores are averaged.
-        length: the most tokens in a span.
+        method: the name of the method whose scores are averaged.
+        length: the most tokens in the span.
+
+    Returns:
+        The span; None if no token has a score.
     """
-    values = np.array(document.scores[method], dtype=np.float64)
-    for place, (start, end) in enumerate(document.offsets):
-        # A token that the tokenizer adds has no characters.
+    scores = np.array(document.scores[method], dtype=np.float64)
+    for position, (start, end) in enumerate(document.offsets):
+        # A token that the tokenizer adds has no characters in the text.
         if start >= end:
-            values[place] = np.nan
-    return worst_span(values, length)
+            scores[position] = np.nan
+    return worst_span(scores, length)
 
 
 def _longest_run(has_score: np.ndarray) -> int:
-    """Return the length of the longest run of True in an array [n]."""
-    # The positions of False, also before and after the array: a run lies between two of them.
-    gaps = np.flatnonzero(~np.concatenate([[False], has_score, [False]]))
-    return int(np.diff(gaps).max()) - 1
+    """Return the length of the longest run of True in an array of booleans [n]."""
+    # With False at both ends, each run lies between two positions of False.
+    padded = np.concatenate([[False], has_score, [False]])
+    false_positions = np.flatnonzero(~padded)
+    return int(np.diff(false_positions).max()) - 1

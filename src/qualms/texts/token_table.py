@@ -50,15 +50,16 @@ class TokenTable:
 
         arrays = {}
         for name, values in self.columns().items():
-            kind = pyarrow.type_for_alias(KINDS.get(name, "float64"))
-            arrays[name] = pyarrow.array(values, kind)
+            column_type = pyarrow.type_for_alias(KINDS.get(name, "float64"))
+            arrays[name] = pyarrow.array(values, column_type)
         return pyarrow.table(arrays)
 
     def _document_columns(self, document: ScoredDocument) -> dict[str, list[Any]]:
-        """Return the values of one document's tokens by column; NaN becomes None."""
+        """Return the columns of `columns` for the tokens of one document; NaN becomes None."""
         name = document.document.name
         starts = [start for start, _ in document.offsets]
-        likeliest = [tokens[0] for tokens in document.alternatives]
+        # For each token the likeliest next token, with its probability.
+        likeliest = [alternatives[0] for alternatives in document.alternatives]
         table: dict[str, list[Any]] = {
             "document": [name] * len(document.ids),
             "position": list(range(len(document.ids))),
@@ -77,5 +78,5 @@ class TokenTable:
 
 
 def _without_nan(value: float) -> float | None:
-    """Return the number, or None for NaN, which JSON does not have."""
+    """Return the number, or None in place of NaN, as JSON has no NaN."""
     return None if math.isnan(value) else value

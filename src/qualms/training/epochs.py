@@ -13,7 +13,8 @@ from qualms.stream.sizes import EVALUATION_BATCH
 from qualms.training.augment import augment
 from qualms.training.recipes import Recipe
 
-# Seeds differ by purpose, so that random numbers do not coincide.
+# Purposes of random generators, so that their numbers differ under one seed: the split of the
+# images for validation, the order of an epoch's images, and all other draws of an epoch.
 SPLIT, ORDER, DRAWS = range(3)
 
 
@@ -27,7 +28,7 @@ class TrainingRun:
     Attributes:
         optimizer: updates the model's parameters.
         schedule: changes the learning rate after each epoch.
-        epoch: how many epochs are done.
+        epoch: how many epochs are completed.
         history: a row for each finished epoch.
         best_epoch: the epoch of the best weights; 0 before the first validation.
         best_accuracy: the accuracy of the best weights on the validation images; -1 before the
@@ -36,11 +37,13 @@ class TrainingRun:
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
-        self.model, self.recipe = model, recipe
+        self.model = model
+        self.recipe = recipe
         self.optimizer, self.schedule = _make_optimizer(model, recipe)
         self.epoch = 0
         self.history: list[dict[str, int | float]] = []
-        self.best_epoch, self.best_accuracy = 0, -1.0
+        self.best_epoch = 0
+        self.best_accuracy = -1.0
         self.best_state: dict[str, Tensor] = {}
 
     def train_epoch(
@@ -58,7 +61,8 @@ class TrainingRun:
                 with the epoch's number.
 
         Returns:
-            The mean loss of the images.
+            The sum of the images' losses, each taken before the step of its batch, divided by the
+            number of images.
         """
         assert images.labels is not None
         self.model.train()
@@ -66,47 +70,50 @@ class TrainingRun:
         shuffle = generator(seed, ORDER, self.epoch)
         order = torch.randperm(len(images), generator=shuffle)
         draws = generator(seed, DRAWS, self.epoch)
-        total = 0.0
+        loss_sum = 0.0
+        # Inside, the global random numbers are the run's own; the caller's are restored.
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-            # For the model's own dropout.
+            # The model's dropout draws from the global generator.
             torch.manual_seed(int(torch.randint(2**62, (), generator=draws)))
             for index in order.split(self.recipe.batch):
                 if len(index) == 1 < len(images):
-                    # One image is left out: batch normalization needs a variance.
+                    # A last batch of one image is left out: batch normalization needs a variance.
                     continue
                 x = normalization.apply(images.pixels[index])
                 y = images.labels[index]
                 if self.recipe.augment:
                     x = augment(x, draws)
-                total += self._step(x.to(device), y.to(device)) * len(index)
+                loss_sum += self._step(x.to(device), y.to(device)) * len(index)
         self.schedule.step()
         self.epoch += 1
-        return total / len(images)
+        return loss_sum / len(images)
 
     def _step(self, x: Tensor, y: Tensor) -> float:
         """Take one step of the optimizer; return the mean loss of the batch before the step.
 
         Args:
-            x: the inputs of the batch, on the model's device.
-            y: the label of each input.
+            x: the inputs of the batch, [n, c, h, w], on the model's device.
+            y: the label of each input, [n].
         """
-        loss = F.cross_entropy(_logits(self.model, x), y)
+        loss = F.cross_entropy(_compute_logits(self.model, x), y)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
         return float(loss.detach())
 
     def remember_if_best(self, accuracy: float) -> None:
-        """Keep a copy of the present weights if their accuracy is above that of all epochs before.
+        """Copy the current weights to `best_state` if they are the best ones so far.
 
-        The first of equally good epochs stays.
+        Of equally good epochs, the first is kept.
 
         Args:
-            accuracy: the accuracy of the present weights on the validation images.
+            accuracy: the accuracy of the current weights on the validation images.
         """
         if accuracy > self.best_accuracy:
-            self.best_epoch, self.best_accuracy = self.epoch, accuracy
+            self.best_epoch = self.epoch
+            self.best_accuracy = accuracy
             state = self.model.state_dict()
+            # Cloned, since training goes on to change the model's own tensors.
             self.best_state = {name: value.detach().clone() for name, value in state.items()}
 
 
@@ -114,7 +121,7 @@ def _make_optimizer(model: nn.Module, recipe: Recipe) -> tuple[torch.optim.Optim
     """Build Adam with a cosine schedule, or SGD with momentum and drops of the learning rate.
 
     Returns:
-        The optimizer, and the schedule, which takes one step an epoch.
+        The optimizer, and the schedule of its learning rate, which takes one step an epoch.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     schedulers = torch.optim.lr_scheduler
@@ -146,11 +153,19 @@ def measure_accuracy(model: nn.Module, images: Images, normalization: Normalizat
     correct = 0
     for index in torch.arange(len(images)).split(EVALUATION_BATCH):
         x = normalization.apply(images.pixels[index]).to(device)
-        predicted = _logits(model, x).argmax(1).cpu()
+        predicted = _compute_logits(model, x).argmax(1).cpu()
         correct += int((predicted == images.labels[index]).sum())
     return correct / len(images)
 
 
-def _logits(model: nn.Module, x: Tensor) -> Tensor:
-    """Compute the logits of a batch, after checking that they are one row for each input."""
+def _compute_logits(model: nn.Module, x: Tensor) -> Tensor:
+    """Compute the logits of a batch, and check that they have a row for each input.
+
+    Args:
+        model: the network.
+        x: the inputs, [n, c, h, w].
+
+    Returns:
+        The logits, [n, classes].
+    """
     return validate_logits(call_model(model, x), len(x))

@@ -26,7 +26,7 @@ from qualms.training.resume import resume_run, write_run
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How the training went.
+    """The course of a training, and which weights it chose.
 
     Args:
         history: for each epoch its number and mean loss, and the accuracy on the validation images
@@ -108,12 +108,12 @@ def fit(
         raise QualmsError(f"{images.name} has no labels to learn from; pass images with labels.")
     if validation is None:
         images, validation = _split(images, recipe.validation, seed)
-    settings = _settings(model, images, validation, recipe, normalization, seed)
+    settings = _describe_run(model, images, validation, recipe, normalization, seed)
     run = TrainingRun(model, recipe)
     if checkpoint is not None:
         resume_run(run, Path(checkpoint), settings)
         if run.epoch < recipe.epochs:
-            # Before there is an epoch to lose.
+            # Checked now, before an epoch is trained that could not be saved.
             require_writable(checkpoint)
     while run.epoch < recipe.epochs:
         loss = run.train_epoch(images, normalization, seed)
@@ -143,16 +143,16 @@ def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:
         The images to train on, and those for validation.
     """
     order = torch.randperm(len(images), generator=generator(seed, SPLIT))
-    kept = max(1, round(share * len(images)))
-    if kept >= len(images):
+    num_validation = max(1, round(share * len(images)))
+    if num_validation >= len(images):
         raise QualmsError(
             f"{images.name} has {len(images)} images, too few to keep {share:.0%} for validation; "
             "pass more images, or validation=."
         )
-    return images.take(order[kept:]), images.take(order[:kept])
+    return images.take(order[num_validation:]), images.take(order[:num_validation])
 
 
-def _settings(
+def _describe_run(
     model: nn.Module,
     images: Images,
     validation: Images,
@@ -160,10 +160,13 @@ def _settings(
     normalization: Normalization,
     seed: int,
 ) -> dict[str, Any]:
-    """Return the settings that decide the outcome, in types that a weights-only file can hold.
+    """Return the settings that decide the outcome of a training.
+
+    They are saved in its checkpoint, and a training resumes only if they are equal. Their types are
+    such that `torch.load(weights_only=True)` reads them.
 
     Args:
-        model: the network with the weights to start from.
+        model: the network with the weights that training starts from.
         images: the images to train on.
         validation: the images that choose the best epoch.
         recipe: the recipe of the training.

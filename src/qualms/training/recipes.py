@@ -43,7 +43,7 @@ class Recipe:
     validate_every: int = 1
 
     def __post_init__(self) -> None:
-        """Raise an error if a number is zero or less, or if `validation` is no share."""
+        """Raise an error if a number is not positive, or if `validation` is not between 0 and 1."""
         if self.epochs < 1 or self.batch < 1 or self.rate <= 0 or self.validate_every < 1:
             raise QualmsError(
                 f"a recipe has {self.epochs} epochs, batches of {self.batch} and a learning "
@@ -56,12 +56,14 @@ class Recipe:
             )
 
     def shortened(self, epochs: int) -> "Recipe":
-        """Return the same recipe in fewer epochs, with the drops of the rate at the same shares.
+        """Return the recipe with another number of epochs.
+
+        The learning rate drops after the same shares of the epochs as before.
 
         Args:
             epochs: the number of epochs of the new recipe.
         """
-        drops = tuple(max(1, round(d * epochs / self.epochs)) for d in self.drops)
+        drops = tuple(max(1, round(drop * epochs / self.epochs)) for drop in self.drops)
         return replace(self, epochs=epochs, drops=drops)
 
 

@@ -25,12 +25,12 @@ def write_run(
     settings: dict[str, Any],
     about: dict[str, Any],
 ) -> None:
-    """Write the whole state of a training atomically, so that the file is never incomplete.
+    """Write the state of a training to a checkpoint file, completely or not at all.
 
     Args:
         run: the state of the training.
         path: the path of the checkpoint file.
-        settings: the settings that decide the outcome.
+        settings: the settings that decide the outcome of the training, to compare when it resumes.
         about: more entries to write, such as the network's name.
     """
     is_complete = run.epoch == run.recipe.epochs
@@ -61,12 +61,15 @@ def resume_run(
     path: Path,
     settings: dict[str, Any],
 ) -> None:
-    """Restore the state of an earlier run with the same settings, if there is one.
+    """Restore the state of an earlier run from its checkpoint file, if the file exists.
 
     Args:
-        run: a new run, at its first epoch; the state is restored into it.
+        run: a new run, before its first epoch; the state is restored into it.
         path: the path of the checkpoint file, which need not exist.
-        settings: the settings that decide the outcome; those in the file must be equal.
+        settings: the settings that decide the outcome of the training.
+
+    Raises:
+        QualmsError: if the settings in the file differ, or if the file is damaged.
     """
     if not path.exists():
         return
@@ -79,7 +82,7 @@ def resume_run(
             )
 
     def explain(error: Exception) -> QualmsError:
-        """Create the error that the file is damaged, with the reason and advice."""
+        """Create the error that the checkpoint file is damaged, with the reason and advice."""
         return QualmsError(f"{path} is damaged ({reason(error)}); delete it, and train again.")
 
     with explain_failure(explain):
@@ -112,7 +115,7 @@ def trained_with(path: str | Path) -> Normalization | None:
     """
 
     def explain(error: Exception) -> QualmsError:
-        """Create an error, which only leads to the result None."""
+        """Create an error of the class that is caught below, where its message is dropped."""
         return QualmsError(f"{path} names no normalization ({reason(error)}).")
 
     try:
@@ -124,34 +127,40 @@ def trained_with(path: str | Path) -> Normalization | None:
 
 
 def _read_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a checkpoint that `write_run` wrote, or raise an error if it is another file.
+    """Read a checkpoint that `write_run` wrote.
 
     Returns:
-        All entries by name, and the settings, which are one of the entries.
+        All entries of the checkpoint by name, and the one that holds the settings.
+
+    Raises:
+        QualmsError: if the file is not such a checkpoint.
     """
 
     def explain(_: Exception) -> QualmsError:
-        """Create the error that the file is of another kind, whatever was raised."""
+        """Create the error that the file is not a checkpoint of a training."""
         return QualmsError(f"{path} is not a checkpoint of this training run; choose another file.")
 
     with explain_failure(explain):
-        # A file that is a tensor fails here; indexing it by a name would warn instead.
+        # `{**…}` raises an error unless the content is a dict; a tensor would only warn when
+        # indexed by a name.
         content = {**load_torch_file(path)}
         return content, {**content["settings"]}
 
 
 def _restore(run: TrainingRun, content: dict[str, Any]) -> None:
-    """Restore the state that `write_run` wrote.
+    """Restore the state of a training from the entries that `write_run` wrote.
 
     Args:
         run: the run that gets the state; it has a model of the same architecture.
-        content: the entries of the checkpoint file by name.
+        content: the entries of the checkpoint file by name, which may be damaged.
 
     Raises:
-        Exception: of any class, before the model is changed, if the content is something else.
+        Exception: of any class, before the model is changed, if an entry is not what it should be.
     """
     is_complete = content["complete"] is True
-    best, resume_state = {**content["best"]}, {**content.get("resume", {})}
+    # `{**…}` raises an error unless the entry is a dict.
+    best = {**content["best"]}
+    resume_state = {**content.get("resume", {})}
     run.epoch = run.recipe.epochs if is_complete else resume_state["epoch"]
     run.history = [{**row} for row in content["history"]]
     run.best_epoch = best["epoch"]
@@ -159,13 +168,13 @@ def _restore(run: TrainingRun, content: dict[str, Any]) -> None:
     for epoch in (run.epoch, run.best_epoch):
         if type(epoch) is not int or not 0 <= epoch <= run.recipe.epochs:
             raise ValueError(f"its epochs {(run.epoch, run.best_epoch)} are out of range")
-    state = {**content["state_dict"]}
-    # Before the first validation, the best accuracy is -1 and there are no best weights.
-    is_share = -1 <= run.best_accuracy <= 1
-    if not is_share or not _is_state_of(run.model, state or run.model.state_dict()):
+    best_state = {**content["state_dict"]}
+    # Before the first validation, the best accuracy is -1, and there are no best weights.
+    is_accuracy = -1 <= run.best_accuracy <= 1
+    if not is_accuracy or not _is_state_of(run.model, best_state or run.model.state_dict()):
         raise ValueError("its weights are not the network's")
-    # `detach` drops backward hooks, which a file may define.
-    run.best_state = {name: value.detach() for name, value in state.items()}
+    # `detach` drops backward hooks, which a harmful file may define.
+    run.best_state = {name: value.detach() for name, value in best_state.items()}
     if is_complete:
         return
     if not _is_state_of(run.model, resume_state["model"]):
@@ -180,42 +189,43 @@ def _restore(run: TrainingRun, content: dict[str, Any]) -> None:
 
 def _is_state_of(model: nn.Module, state: Mapping[str, Any]) -> bool:
     """Whether `state` has tensors of the same names, shapes and dtypes as the model's state."""
-    expected = model.state_dict()
-    if state.keys() != expected.keys():
+    own_state = model.state_dict()
+    if state.keys() != own_state.keys():
         return False
-    for name, value in expected.items():
-        other = state[name]
-        if not isinstance(other, Tensor):
+    for name, own_value in own_state.items():
+        value = state[name]
+        if not isinstance(value, Tensor):
             return False
-        if other.shape != value.shape or other.dtype != value.dtype:
+        if value.shape != own_value.shape or value.dtype != own_value.dtype:
             return False
     return True
 
 
 def _require_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Raise a ValueError unless a saved state has this optimizer's settings and shapes.
+    """Raise a ValueError unless an optimizer can load a saved state.
 
     Args:
-        optimizer: the optimizer that is to take the state.
-        state: what the `state_dict` of an earlier optimizer returned.
+        optimizer: the optimizer that is to load the state.
+        state: what the `state_dict` of an earlier optimizer returned, as read from a file.
     """
     _require_same_types(optimizer.state_dict()["param_groups"], state["param_groups"])
+    # `state_dict` numbers parameters in this order.
     shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
-    for number, values in state["state"].items():
+    for index, values in state["state"].items():
         for value in values.values():
-            # Adam's step counts have no axes, unlike the parameters they belong to.
-            if isinstance(value, Tensor) and value.ndim and value.shape != shapes[number]:
+            # Adam's step counts have no axes, unlike its averages, which have a parameter's shape.
+            if isinstance(value, Tensor) and value.ndim and value.shape != shapes[index]:
                 raise ValueError("its optimizer belongs to another network")
 
 
 def _require_same_types(ours: Any, theirs: Any) -> None:
-    """Raise a ValueError if nested settings differ in type, keys or length.
+    """Raise a ValueError if nested values differ in type, in keys of dicts, or in length of lists.
 
-    The values may differ; int and float count as one type.
+    Numbers and strings may differ in value; int and float count as one type.
 
     Args:
-        ours: the settings of this run.
-        theirs: the settings in the file.
+        ours: settings of this run: a number, a string, or a dict, list or tuple of settings.
+        theirs: the same settings, as read from a file.
     """
     are_numbers = isinstance(ours, (int, float)) and type(theirs) in (int, float)
     if type(ours) is not type(theirs) and not are_numbers:
@@ -226,5 +236,6 @@ def _require_same_types(ours: Any, theirs: Any) -> None:
         for key in ours:
             _require_same_types(ours[key], theirs[key])
     elif isinstance(ours, (list, tuple)):
+        # `strict` raises a ValueError if the lengths differ.
         for our_item, their_item in zip(ours, theirs, strict=True):
             _require_same_types(our_item, their_item)

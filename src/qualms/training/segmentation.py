@@ -1,5 +1,7 @@
 """Training for segmentation: a class for every pixel, and pixels that do not count."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,11 +28,11 @@ def fit_scenes(
 ) -> list[float]:
     """Train a model for segmentation in place, with Adam; it ends in evaluation mode.
 
-    The rate falls along a cosine; there is no validation, so the last weights stay. Pixels labeled
-    `IGNORED` do not count.
+    The learning rate falls along a cosine. There is no validation, so the weights of the last epoch
+    are kept. Pixels labeled `IGNORED` do not count.
 
     Args:
-        model: images [n, 1, h, w] in, logits [n, classes, h, w] out.
+        model: the model, from images [n, 1, h, w] to logits [n, classes, h, w].
         scenes: the scenes to train on.
         normalization: the mean and standard deviation that the scenes' pixels are normalized by.
         recipe: the learning rate, epochs, batch size and weight decay.
@@ -41,12 +43,13 @@ def fit_scenes(
         The mean loss of each epoch.
     """
     optimizer = torch.optim.Adam(model.parameters(), recipe.rate, weight_decay=recipe.decay)
-    steps = recipe.epochs * -(-len(scenes) // recipe.batch)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    losses = []
+    steps_per_epoch = math.ceil(len(scenes) / recipe.batch)
+    num_steps = recipe.epochs * steps_per_epoch
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
+    epoch_losses = []
     model.train()
     for epoch in range(recipe.epochs):
-        total = 0.0
+        loss_sum = 0.0
         order = torch.randperm(len(scenes), generator=generator(seed, epoch))
         for index in order.split(recipe.batch):
             logits = model(normalization.apply(scenes.pixels[index]))
@@ -55,9 +58,9 @@ def fit_scenes(
             loss.backward()
             optimizer.step()
             schedule.step()
-            total += float(loss.detach()) * len(index)
-        losses.append(total / len(scenes))
+            loss_sum += float(loss.detach()) * len(index)
+        epoch_losses.append(loss_sum / len(scenes))
         if progress is not None:
             progress("epochs", epoch + 1, recipe.epochs)
     model.eval()
-    return losses
+    return epoch_losses
