@@ -449,7 +449,7 @@ def test_a_report_of_known_images_alone_works(opened: Open, labeled: bool) -> No
     assert page.locator("#accuracy").count() == labeled
     answer = page.locator("#answer").inner_text()
     assert (
-        "predictions are right, against"
+        "predictions are right, compared with"
         if labeled
         else "images of digits and flags 1; without labels"
     ) in answer
