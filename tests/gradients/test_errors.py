@@ -33,6 +33,12 @@ LINEAR = nn.Linear(4, 3)
 WRONG: dict[str, tuple[nn.Module, Any, dict[str, Any], str]] = {
     "empty batch": (LINEAR, torch.zeros(0, 4), {}, "empty batch"),
     "no batches": (LINEAR, [], {}, "no batch"),
+    "nan among numbers": (
+        nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 3)),
+        torch.tensor([0.0, 1.0, float("nan")]),
+        {},
+        "input 2 of x .* NaN",
+    ),
     "nan input": (LINEAR, torch.tensor([[0.0] * 4, [float("nan")] * 4]), {}, "input 1 of x .* NaN"),
     "nan logits": (Returns(lambda z: z / 0 - z / 0), X, {}, "logits of input 0 .* NaN or infinity"),
     "infinite logits": (Returns(lambda z: z * float("inf")), X, {}, "NaN or infinity"),

@@ -303,8 +303,7 @@ def _require_finite(t: Tensor, argument: str) -> None:
     finite = torch.isfinite(t)
     if bool(finite.all()):
         return
-    # `flatten(1)` needs a second axis; without one, the first input is named.
-    first_bad = int((~finite).flatten(1).any(1).nonzero()[0]) if t.ndim > 1 else 0
+    first_bad = int((~finite).reshape(len(t), -1).any(1).nonzero()[0])
     raise QualmsError(
         f"input {first_bad} of {argument} contains NaN or infinity; fix or remove it before scoring."
     )
