@@ -348,7 +348,7 @@ def test_scores_in_16_bits_are_finite_and_near_those_of_the_same_weights(
 def test_activations_that_overflow_16_bits_are_told() -> None:
     model = cnn().half()
     for spec in SPECS:
-        with pytest.raises(qualms.QualmsError, match="contains? NaN or infinity"):
+        with pytest.raises(qualms.QualmsError, match=r"contains? NaN or infinity"):
             qualms.score(
                 model, X.half() * 6e4, spec, train=[TRAIN.half()], models=[member_of(model)]
             )
