@@ -47,7 +47,10 @@ class Summed:
 
     @property
     def work(self) -> int:
-        """Multiplications for one sample's gradient; the operation's forward pass takes as many."""
+        """Multiplications for one sample's gradient, also an estimate for the forward pass.
+
+        At least one for each entry.
+        """
         return max(self.numel, self.multiplications)
 
     def without_graph(self) -> "Summed":
@@ -93,7 +96,7 @@ class Summed:
 
         Args:
             num_samples: number of samples, b.
-            layout: which axis of δ counts the rows.
+            layout: which axis of δ is the batch axis.
             target: the parameter.
             get_scale: returns s, in the shape of δ; None if s is 1.
         """
@@ -123,7 +126,7 @@ class Summed:
 
         Args:
             num_samples: number of samples, b.
-            layout: which axis of δ counts the rows.
+            layout: which axis of δ is the batch axis.
             target: the parameter.
             get_scale: returns s, in the shape of δ; None if s is 1.
             space: number of spatial axes.
@@ -148,7 +151,7 @@ class Summed:
         tensor has a part for each row; these parts are summed over a sample's rows.
 
         Args:
-            layout: which axis of the expanded tensor counts the rows.
+            layout: which axis of the expanded tensor is the batch axis.
             num_samples: number of samples, b.
             shape: shape of one row's part of the expanded tensor.
         """
@@ -169,12 +172,12 @@ class Summed:
 
     @classmethod
     def for_broadcast(cls, layout: Layout, num_samples: int, shape: torch.Size) -> "Summed":
-        """Build the gradient of a parameter that the rule `broadcast` expanded along the row axis.
+        """Build the gradient of a parameter that the rule `broadcast` expanded along the batch axis.
 
         It is the cotangent of the expanded copy, summed over the rows of each sample.
 
         Args:
-            layout: which axis of the copy counts the rows.
+            layout: which axis of the copy is the batch axis.
             num_samples: number of samples, b.
             shape: shape of the parameter.
         """
@@ -282,7 +285,7 @@ def merge_slices(factors: Sequence[GradFactor], weights: Weights) -> list[GradFa
 
 
 def _can_merge(factor: GradFactor) -> bool:
-    """Whether a factor is a plain sum of outer products, with one group and one cotangent."""
+    """Whether `MergedOuter` can take a slice's factor: an `Outer` with one group and one edge."""
     gradient = factor.gradient
     return isinstance(gradient, Outer) and gradient.sizes.groups == 1 and len(factor.edges) == 1
 
@@ -328,6 +331,7 @@ class MergedOuter(Outer):
 
         first = outers[0]
         return cls(
+            # Not called: `compute_delta` of this class asks each slice's gradient instead.
             grad_outputs=first.grad_outputs,
             activations=stack_activations,
             arrange=arrange,

@@ -30,7 +30,7 @@ from qualms.gradients.tracing.sample_axis import Layout
 MAX_WINDOW_ENTRIES = 2**22
 # A squared norm below this share of what it would be if no terms canceled is computed again, more
 # exactly.
-CANCELLED = 1e-3
+MIN_NORM_SHARE = 1e-3
 
 
 def raise_released(*_: Any) -> Tensor:
@@ -170,7 +170,7 @@ class Outer:
 
         Args:
             num_samples: number of samples, b.
-            layout: which axis counts the rows, of `activations` and of the product alike.
+            layout: which axis is the batch axis, of `activations` and of the product alike.
             activations: the input of the product, [..., f].
             out_features: number of features of the product, o.
             arrange: reshapes the gradient from [b, 1, o, f] to [b, *target.shape].
@@ -476,10 +476,11 @@ class Outer:
         if bool(unreliable.any()):
             # Where δ or a is zero at every position, 0 is exact.
             squared_norms = torch.where(delta.flatten(1).any(1), squared_norms, 0.0)
-            overlaps = self.overlaps(delta.unsqueeze(1)).squeeze(1)  # δ as the only one of m = 1
+            # `overlaps` takes m factors δ: here m is 1.
+            overlaps = self.overlaps(delta.unsqueeze(1)).squeeze(1)
             unreliable &= (squared_norms != 0) | overlaps
         squared_norms = squared_norms.double()
-        recompute = (squared_norms < CANCELLED * without_cancellation) | unreliable
+        recompute = (squared_norms < MIN_NORM_SHARE * without_cancellation) | unreliable
         indices = recompute.nonzero().squeeze(1)
         if len(indices):
             a = self._by_position(self.activations())[indices]

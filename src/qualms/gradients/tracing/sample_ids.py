@@ -1,4 +1,4 @@
-"""Finds the sample of each entry of an operation's result where no axis of it counts the rows.
+"""Finds the sample of each entry of an operation's result that has no batch axis.
 
 Examples are experts that run on the tokens routed to them, texts without their padding, and inputs
 sorted by length: the values decide where an entry goes. Still each entry belongs to one sample, and
@@ -50,7 +50,7 @@ def resolve_sample_ids(
     """Find the sample of each entry of the operations' results, and build the gradient factors.
 
     Args:
-        ops: operations in whose results no axis counts the rows.
+        ops: operations whose results have no batch axis.
         logits: logits [rows, c] of the same forward pass.
         num_samples: number of samples of the batch.
 
@@ -100,7 +100,8 @@ def _find_sample_ids(
     Raises:
         NotBatchable: if an entry depends on several samples.
     """
-    # Random, so that no entry has a cotangent of 0 by chance; the same in every run.
+    # Random, so that no entry has a cotangent of 0 by chance. The same in every run and, as it is
+    # drawn on the CPU in double precision, for every device and dtype.
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(logits.shape, generator=generator, dtype=torch.double).to(logits)
     rows_per_sample = len(logits) // num_samples
@@ -179,16 +180,16 @@ class SampleIds:
     num_samples: int
 
     def for_argument(self, copy: Tensor) -> Summed:
-        """Build the gradient of any argument by the operation's own derivative.
+        """Build the gradient of any argument, with one backward pass per sample.
 
-        For each sample, autograd pulls back the cotangents with zeros at other samples' entries.
+        In a sample's pass through the operation, the cotangents of other samples' entries are zero.
 
         Args:
             copy: the leaf that replaced the argument in the operation.
         """
 
         def pull_back_by_sample(cotangents: list[Tensor | None]) -> Tensor:
-            """Take one backward pass through the operation for each sample: [b, *copy.shape].
+            """Compute the gradient of each sample: [b, *copy.shape].
 
             b is the number of samples, and `cotangents` has an entry for each result.
             """

@@ -44,6 +44,7 @@ def trace_forward(
         NotBatchable: if the rows cannot be separated, or a parameter is used where the recorder
             does not see it.
     """
+    # The batch has perturbed copies of the samples too, as rows of their own.
     num_rows = num_samples(model_input.batch)
     recorder = Recorder(
         weights,
@@ -85,7 +86,7 @@ def record_forward(
 
 
 def _has_script(module: nn.Module) -> bool:
-    """Whether a module or one of its attributes is TorchScript, which no recorder sees inside."""
+    """Whether a module or one of its attributes is TorchScript, whose inside cannot be traced."""
     scripts = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
     return any(isinstance(value, scripts) for value in (module, *vars(module).values()))
 

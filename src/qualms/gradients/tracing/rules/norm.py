@@ -51,8 +51,8 @@ def batch_norm(
         cudnn_enabled: not used.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if batch statistics are used,
-        or if another axis than the first counts the rows.
+        The result; NotImplemented, so that `OpCall.run_on_copies` runs it, if batch statistics are
+        used, or if the batch axis is not the first.
     """
     if training or running_mean is None or running_var is None:
         return NotImplemented
@@ -90,8 +90,8 @@ def group_norm(
         cudnn_enabled: not used.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if another axis than the first
-        counts the rows.
+        The result; NotImplemented, so that `OpCall.run_on_copies` runs it, if the batch axis is not
+        the first.
     """
     normalize = partial(F.group_norm, input, num_groups, eps=eps)
     return _run_channel_affine(call, input, weight, bias, normalize)
@@ -126,8 +126,8 @@ def instance_norm(
         cudnn_enabled: not used.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if another axis than the first
-        counts the rows.
+        The result; NotImplemented, so that `OpCall.run_on_copies` runs it, if the batch axis is not
+        the first.
     """
     normalize = partial(
         F.instance_norm,
@@ -164,8 +164,8 @@ def layer_norm(
         cudnn_enable: not used.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if there are no parameters or
-        a normalized axis counts the rows.
+        The result; NotImplemented, so that `OpCall.run_on_copies` runs it, if there are no
+        parameters, or if the batch axis is normalized.
     """
     normalize = partial(F.layer_norm, input, normalized_shape, eps=eps)
     return _run_trailing_affine(call, input, weight, bias, normalize)
@@ -190,8 +190,8 @@ def rms_norm(
         eps: ε.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if there are no parameters or
-        a normalized axis counts the rows.
+        The result; NotImplemented, so that `OpCall.run_on_copies` runs it, if there are no
+        parameters, or if the batch axis is normalized.
     """
     normalize = partial(F.rms_norm, input, normalized_shape, eps=eps)
     return _run_trailing_affine(call, input, weight, None, normalize)
@@ -208,8 +208,8 @@ def prelu(call: OpCall, input: Tensor, weight: Tensor) -> Any:
         weight: w [channel], or [1] for all channels.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if no axis counts the rows, or
-        channels have a w each and another axis than the first counts the rows.
+        The result; NotImplemented, so that `OpCall.run_on_copies` runs it, if there is no batch
+        axis, or if each channel has a w and the batch axis is not the first.
     """
 
     def negative_part() -> Tensor:
@@ -244,7 +244,7 @@ def _run_channel_affine(
         normalize: returns x̂, in the shape of x.
 
     Returns:
-        The result; NotImplemented if another axis than the first counts the rows, or none does.
+        The result; NotImplemented if the batch axis is not the first, or if there is none.
     """
     layout = call.find_input_layout(input)
     if layout is None or layout.axis not in (None, 0):
@@ -272,8 +272,8 @@ def _run_trailing_affine(
         normalize: returns x̂, in the shape of x.
 
     Returns:
-        The result; NotImplemented if there is neither γ nor β, if an axis that γ or β has counts
-        the rows, or if no axis does.
+        The result; NotImplemented if there is neither γ nor β, if the batch axis is an axis of γ
+        or β, or if there is none.
     """
     layout = call.find_input_layout(input)
     parameter = weight if weight is not None else bias

@@ -51,7 +51,7 @@ class _Layer(torch.autograd.Function):
         Args:
             kind: kind of layer, a key of `RECURSIONS`.
             x: input of all steps [t, n, f].
-            zeros: zeros [t, n, g], whose gradient is δ, the cotangent of the gates'
+            zeros: not read: an argument whose gradient [t, n, g] is δ, the cotangent of the gates'
                 pre-activations; None if δ is not wanted.
             w: weight W [g, f] of the input.
             u: weight U [g, h] of the state.
@@ -344,7 +344,7 @@ def run_layers(
 def _run_without_coefficients(
     one_way: OneWay, x: Float[Tensor, "t n f"], state: State
 ) -> tuple[Tensor, State]:
-    """Run one layer in one direction, as `run_layers` needs it for forward-mode differentiation.
+    """Run one layer in one direction, and drop the coefficients, which forward mode does not need.
 
     Args:
         one_way: the layer.

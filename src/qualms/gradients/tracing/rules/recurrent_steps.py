@@ -108,6 +108,7 @@ def _lstm_run(
     all_c = p.new_empty(len(p), *c.shape)
     for p_t, gates_t, h_t, c_t in zip(p, gates, all_h, all_c, strict=True):
         pre_activations = torch.addmm(p_t, h, transposed)
+        # σ for all four gates; then tanh overwrites that of g.
         torch.sigmoid(pre_activations, out=gates_t)
         i, f, g, o = gates_t.chunk(4, dim=1)
         torch.tanh(pre_activations[:, 2 * hidden : 3 * hidden], out=g)
@@ -192,10 +193,9 @@ def _lstm_push(
     all_h_dot: list[Tensor] = []
     steps = zip(dp, gate_slopes.flatten(2), *state_slopes, strict=True)
     for dp_t, slopes, dh_dc, dc_dc in steps:
+        from_gates = torch.addmm(dp_t, h_dot, transposed) * slopes
         # The tangents of c from i, f and g, and of h from o.
-        from_i, from_f, from_g, from_o = (torch.addmm(dp_t, h_dot, transposed) * slopes).chunk(
-            4, dim=1
-        )
+        from_i, from_f, from_g, from_o = from_gates.chunk(4, dim=1)
         c_dot = torch.addcmul(from_i, dc_dc, c_dot) + (from_f + from_g)
         h_dot = torch.addcmul(from_o, dh_dc, c_dot)
         all_h_dot.append(h_dot)
