@@ -172,7 +172,7 @@ class Summed:
 
     @classmethod
     def for_broadcast(cls, layout: Layout, num_samples: int, shape: torch.Size) -> "Summed":
-        """Build the gradient of a parameter that the rule `broadcast` expanded along the batch axis.
+        """Build the gradient of a parameter that the rule `broadcast` repeated for each row.
 
         It is the cotangent of the expanded copy, summed over the rows of each sample.
 

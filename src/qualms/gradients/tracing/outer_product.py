@@ -399,6 +399,7 @@ class Outer:
         # ⟨G_i, G_j⟩ = ⟨aaᵀ δ_i, δ_j⟩.
         gram = self.activation_gram
         gram_times_deltas = torch.matmul(gram.unsqueeze(1), deltas)
+        # float64, as products that are out of float32's range are overwritten below.
         products = (gram_times_deltas.flatten(2) @ deltas.flatten(2).mT).double()
         squares = products.diagonal(dim1=1, dim2=2)
         largest_gram_entry = gram.flatten(1).amax(1).unsqueeze(1)
@@ -449,7 +450,7 @@ class Outer:
     def _squared_norm_by_gram(
         self, delta: Float[Tensor, "bg t o"], cotangents: list[Tensor | None]
     ) -> Float64[Tensor, " bg"]:
-        """Compute ‖δᵀa‖² as ⟨δδᵀ, aaᵀ⟩; directly where positions cancel or 32 bits are too few.
+        """Compute ‖δᵀa‖² as ⟨δδᵀ, aaᵀ⟩; write out δᵀa where that would lose digits or overflow.
 
         a are the activations, whose Gram matrix aaᵀ is computed once.
 
@@ -479,6 +480,7 @@ class Outer:
             # `overlaps` takes m factors δ: here m is 1.
             overlaps = self.overlaps(delta.unsqueeze(1)).squeeze(1)
             unreliable &= (squared_norms != 0) | overlaps
+        # float64, as `sum_of_squares` returns, which overwrites some of them.
         squared_norms = squared_norms.double()
         recompute = (squared_norms < MIN_NORM_SHARE * without_cancellation) | unreliable
         indices = recompute.nonzero().squeeze(1)

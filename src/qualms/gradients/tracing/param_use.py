@@ -148,7 +148,7 @@ class InnerNodes:
                 pending.extend(parent for parent, _ in node.next_functions)
 
     def bypasses_result(self, node: Any, next_node: Any) -> bool:
-        """Whether a step of a backward pass enters an operation past the node of its result.
+        """Whether a step of a backward pass enters an operation elsewhere than at its result.
 
         It does if `node` is outside the operation, and `next_node` inside, but not the result.
 

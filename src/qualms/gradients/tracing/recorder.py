@@ -11,8 +11,8 @@ of tensors:
 The result of an operation on params alone is again one of the params. An operation that takes both
 kinds is a *use* of parameters: a rule (`rules/`) runs it and adds a `GradFactor`, which says how
 the parameter's gradient follows from a cotangent. Operations without a rule are run one row at a
-time with copies of the parameter, which is exact for any operation. Without a batch axis, the sample
-of each entry is found afterwards (`sample_ids.py`). Where rows cannot be separated at all,
+time with copies of the parameter, which is exact for any operation. Without a batch axis, the
+sample of each entry is found afterwards (`sample_ids.py`). Where rows cannot be separated at all,
 `NotBatchable` is raised. Uses that a function mode cannot see are caught by
 `require_no_bypass` and by the checks of `gradients/verify.py`.
 """
@@ -266,6 +266,7 @@ class Recorder(CallMode):
             out: what it returned: a tensor, or nested tuples, lists and dicts of tensors.
         """
         results = list(tensors_in(out))
+        # In a pass on one row or two: `collapses_rows` compares these.
         if self.trace_pair is None and name not in TAKING_TYPE_OR_DEVICE:
             argument_shapes = tuple(t.shape for t in active)
             result_shapes = tuple(t.shape for t in results)

@@ -144,8 +144,8 @@ def _is_doubled(unscaled: Tensor, scaled: Tensor) -> Tensor:
     """
     doubled = scaled.abs() > 1.5 * unscaled.abs()
     expected = torch.where(doubled, 2 * unscaled, unscaled)
-    # Doubling is exact in floating point. The tolerance allows for sums in another order, on
-    # devices where the order varies.
+    # Doubling is exact in floating point, but some devices vary the order of sums: allow for the
+    # error of 1000 roundings of the entry, and of 100 of the whole tensor.
     magnitude = 1000 * expected.abs() + 100 * torch.linalg.vector_norm(expected)
     tolerance = torch.finfo(unscaled.dtype).eps * magnitude
     if bool(((scaled - expected).abs() > tolerance).any()):

@@ -94,7 +94,7 @@ def _has_script(module: nn.Module) -> bool:
 def require_no_bypass(
     logits: Tensor, parameters: Iterable[Tensor], inner_nodes: InnerNodes
 ) -> None:
-    """Raise NotBatchable if the logits depend on a parameter past the operations recorded.
+    """Raise NotBatchable if the logits depend on a parameter by more than traced operations.
 
     The recorder, a function mode, does not see inside TorchScript, an autograd function, or a
     gradient taken in the forward pass, but all of these show in the autograd graph.

@@ -34,9 +34,9 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """Run batch normalization with running statistics, γ x̂ + β with x̂ = (x - μ) / √(σ² + ε).
+    """Run batch normalization γ x̂ + β with running statistics, and add the factors of γ and β.
 
-    With batch statistics a sample's result depends on the whole batch; no rule can cover that.
+    x̂ = (x - μ) / √(σ² + ε). With batch statistics a sample's result depends on the whole batch; no rule can cover that.
 
     Args:
         call: the operation.
@@ -76,9 +76,9 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Any:
-    """Run group normalization, γ x̂ + β with x̂ = (x - μ) / √(σ² + ε).
+    """Run group normalization γ x̂ + β, and add the factors of γ and β.
 
-    Mean μ and variance σ² are taken over each group of a row's channels.
+    x̂ = (x - μ) / √(σ² + ε). Mean μ and variance σ² are taken over each group of a row's channels.
 
     Args:
         call: the operation.
@@ -109,9 +109,9 @@ def instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """Run instance normalization, γ x̂ + β with x̂ = (x - μ) / √(σ² + ε).
+    """Run instance normalization γ x̂ + β, and add the factors of γ and β.
 
-    Mean μ and variance σ² are taken over each channel of a row, or are running statistics.
+    x̂ = (x - μ) / √(σ² + ε). Mean μ and variance σ² are taken over each channel of a row, or are running statistics.
 
     Args:
         call: the operation.
@@ -150,9 +150,9 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Any:
-    """Run layer normalization, γ x̂ + β with x̂ = (x - μ) / √(σ² + ε).
+    """Run layer normalization γ x̂ + β, and add the factors of γ and β.
 
-    Mean μ and variance σ² are taken over the last axes.
+    x̂ = (x - μ) / √(σ² + ε). Mean μ and variance σ² are taken over the last axes.
 
     Args:
         call: the operation.
@@ -178,9 +178,9 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Any:
-    """Run root-mean-square normalization, γ x̂ with x̂ = x / √(mean x² + ε).
+    """Run root-mean-square normalization γ x̂, and add the factor of γ.
 
-    The mean is taken over the last axes.
+    x̂ = x / √(mean x² + ε). The mean is taken over the last axes.
 
     Args:
         call: the operation.

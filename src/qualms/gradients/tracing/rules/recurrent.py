@@ -68,7 +68,7 @@ def recurrent(
     # Each must have a batch axis; without one, the model did not repeat it for each row.
     if not all(map(call.find_layout, learned_inputs)):
         return NotImplemented
-    # Layers run with time first.
+    # `run_layers` runs each layer on [t, n, f], where the batch axis is 1.
     time_first = layout if layout.axis is None else replace(layout, axis=1)
     copies = {id(t): t.detach().requires_grad_() for t in learned_inputs}
     x, first_state = map_tensors((input, hx), lambda t: copies.get(id(t), t))

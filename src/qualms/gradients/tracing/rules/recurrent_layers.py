@@ -110,9 +110,8 @@ class _Layer(torch.autograd.Function):
         dc = further[0] if ctx.has_cell_state else None
         # delta is the cotangent of the gates' pre-activations p = W x + b, and of `zeros`.
         delta, dstate = RECURSIONS[ctx.kind].pull(tuple(coefficients), u, dh, dc)
-        dx = None
-        if ctx.needs_input_grad[1]:
-            dx = _apply_linear(delta, w.t(), None)
+        needs_dx = ctx.needs_input_grad[1]
+        dx = _apply_linear(delta, w.t(), None) if needs_dx else None
         return None, dx, delta, None, None, None, None, *dstate
 
     @staticmethod
@@ -246,6 +245,7 @@ class OneWay:
         else:
             # In other layers b and b' just add.
             b, b_state = biases[0] + biases[1], None
+        # torch declares no types for `apply`.
         apply: Callable[..., Any] = _Layer.apply
         h, *further = apply(self.kind, x, zeros, w, u, b, b_state, *state)
         # An LSTM returns c as well, before the coefficients.
