@@ -36,7 +36,8 @@ def batch_norm(
 ) -> Any:
     """Run batch normalization γ x̂ + β with running statistics, and add the factors of γ and β.
 
-    x̂ = (x - μ) / √(σ² + ε). With batch statistics a sample's result depends on the whole batch; no rule can cover that.
+    x̂ = (x - μ) / √(σ² + ε). With batch statistics a sample's result depends on the
+    whole batch; no rule can cover that.
 
     Args:
         call: the operation.
@@ -111,7 +112,8 @@ def instance_norm(
 ) -> Any:
     """Run instance normalization γ x̂ + β, and add the factors of γ and β.
 
-    x̂ = (x - μ) / √(σ² + ε). Mean μ and variance σ² are taken over each channel of a row, or are running statistics.
+    x̂ = (x - μ) / √(σ² + ε). Mean μ and variance σ² are taken over each channel of a row,
+    or are running statistics.
 
     Args:
         call: the operation.
