@@ -62,7 +62,10 @@ class Summed:
 
     @classmethod
     def from_cotangent(
-        cls, compute: Callable[[Tensor], Tensor], numel: int, multiplications: int = 0
+        cls,
+        compute: Callable[[Tensor], Tensor],
+        numel: int,
+        multiplications: int = 0,
     ) -> "Summed":
         """Build a gradient that depends on the cotangent of a single edge.
 
@@ -161,9 +164,8 @@ class Summed:
             rows_first = at_least_float32(layout.rows_first(_require_dense(cotangent)))
             if layout.axis is None:
                 return rows_first.reshape(num_samples, *shape)
-            rows_per_sample = layout.num_rows // num_samples
-            # [b, rows_per_sample, entries_per_row, ...]
-            by_row = rows_first.unflatten(0, (num_samples, rows_per_sample, layout.entries_per_row))
+            # [b, rows of a sample, entries of a row, ...]
+            by_row = rows_first.unflatten(0, (num_samples, -1, layout.entries_per_row))
             by_sample = by_row.sum(1)
             # A row's entries now are on axis 1: move them back to where a row's part has them.
             return by_sample.movedim(1, 1 + layout.axis).reshape(num_samples, *shape)

@@ -115,7 +115,10 @@ class OpCall:
             ) from error
 
     def add_factor(
-        self, target: Tensor, edges: Sequence[GradientEdge], gradient: Outer | Summed
+        self,
+        target: Tensor,
+        edges: Sequence[GradientEdge],
+        gradient: Outer | Summed,
     ) -> None:
         """Record how a parameter's gradient follows from the cotangents at edges of the graph.
 
@@ -255,8 +258,9 @@ class OpCall:
         """
         params = [t for t in self.use.arguments if self.is_param(t)]
         copies, argument_nodes = self._copy_params()
+        out = self._run_with_copies(copies)
         # Views are cloned for the reason that `run` states.
-        out = map_tensors(self._run_with_copies(copies), lambda t: t.clone() if t._is_view() else t)
+        out = map_tensors(out, lambda t: t.clone() if t._is_view() else t)
         results = [t for t in tensors_in(out) if t.requires_grad]
         if not results:
             raise NotBatchable(f"no result of {self.use.name} is differentiable")

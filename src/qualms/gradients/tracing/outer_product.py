@@ -206,7 +206,10 @@ class Outer:
         return self.sizes.groups * self.sizes.out_features * self.sizes.in_features
 
     def count_stored(
-        self, rows_per_sample: int, num_cotangents: int, is_alone: bool = False
+        self,
+        rows_per_sample: int,
+        num_cotangents: int,
+        is_alone: bool = False,
     ) -> int:
         """Count the floats that the norm of a gradient δᵀa stores for each sample.
 
@@ -302,7 +305,8 @@ class Outer:
         Args:
             sample: the sample's index in the batch.
         """
-        return self._by_position(self.activations()).unflatten(0, (self.num_samples, -1))[sample]
+        by_sample_and_group = self._by_position(self.activations())
+        return by_sample_and_group.unflatten(0, (self.num_samples, -1))[sample]
 
     def _by_position(self, factor: Float[Tensor, "n t g f"]) -> Float[Tensor, "bg nt f"]:
         """Reshape δ or a to one matrix for each sample and group, with a row for each position.

@@ -30,7 +30,10 @@ class Weights:
 
     @classmethod
     def of(
-        cls, selected: dict[str, Tensor], parameters: Iterable[Tensor], channels_last: bool = False
+        cls,
+        selected: dict[str, Tensor],
+        parameters: Iterable[Tensor],
+        channels_last: bool = False,
     ) -> "Weights":
         """Make a leaf for each selected parameter, and a constant for each of the others.
 

@@ -173,7 +173,11 @@ class Recorder(CallMode):
         return out
 
     def _run_use(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
     ) -> Any:
         """Run an operation that uses parameters on tensors that depend on the input.
 

@@ -80,7 +80,10 @@ class Layout:
 
 
 def infer_layout(
-    one: Tensor, two: Tensor, shape: torch.Size | None, num_rows: int
+    one: Tensor,
+    two: Tensor,
+    shape: torch.Size | None,
+    num_rows: int,
 ) -> Layout | None:
     """Find the batch axis of a tensor, by comparing a pass on one row with one on two.
 
@@ -110,7 +113,8 @@ def infer_layout(
     _require_clear(shape is None or tuple(shape) == expected_shape)
     if entries_per_row == 1:
         return Layout(axis, num_rows)
-    return Layout(axis, num_rows, entries_per_row, is_interleaved=_is_interleaved(one, two, axis))
+    is_interleaved = _is_interleaved(one, two, axis)
+    return Layout(axis, num_rows, entries_per_row, is_interleaved)
 
 
 def _is_interleaved(one: Tensor, two: Tensor, axis: int) -> bool:

@@ -114,10 +114,13 @@ def _find_sample_ids(
         interrupts.deliver()
         start = noise * row_scale.unsqueeze(1)
         cotangents = torch.autograd.grad(logits, edges, start, retain_graph=True, allow_unused=True)
-        return {edge: d for edge, d in zip(edges, cotangents, strict=True) if d is not None}
+        by_edge = zip(edges, cotangents, strict=True)
+        return {edge: d for edge, d in by_edge if d is not None}
 
     unscaled = pull_back(torch.ones_like(id_of_row))
-    ids_by_edge = {edge: torch.zeros_like(d, dtype=torch.long) for edge, d in unscaled.items()}
+    ids_by_edge: dict[GradientEdge, Tensor] = {}
+    for edge, cotangent in unscaled.items():
+        ids_by_edge[edge] = torch.zeros_like(cotangent, dtype=torch.long)
     for digit in range((num_samples - 1).bit_length()):
         has_digit = (id_of_row >> digit) & 1
         # A scale of 2 for the samples whose id has this digit, of 1 for the others.
@@ -277,7 +280,11 @@ class SampleIds:
         belongs = id_of_position == all_ids.unsqueeze(1)  # [b, positions]
         longest = max(1, int(belongs.sum(1).max()))
         # The stable sort puts each sample's positions first, in order.
-        indices = belongs.byte().argsort(dim=1, descending=True, stable=True)[:, :longest]
+        indices = belongs.byte().argsort(
+            dim=1,
+            descending=True,
+            stable=True,
+        )[:, :longest]
         return torch.where(belongs.gather(1, indices), indices, len(id_of_position))
 
 

@@ -25,7 +25,10 @@ from qualms.gradients.tracing.sample_ids import resolve_sample_ids
 
 
 def trace_forward(
-    model: nn.Module, model_input: ModelInput, weights: Weights, trace_pair: TracePair | None
+    model: nn.Module,
+    model_input: ModelInput,
+    weights: Weights,
+    trace_pair: TracePair | None,
 ) -> tuple[Tensor, Recorder]:
     """Run a model's forward pass under a recorder, with leaves in place of its parameters.
 

@@ -59,7 +59,13 @@ def matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
 
 
 def addmm(
-    call: OpCall, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+    call: OpCall,
+    input: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> Any:
     """Run y_t = b + a_t W, a linear layer with Wᵀ: ∂W = Σ_t a_t δ_tᵀ, ∂b = Σ_t δ_t.
 
@@ -83,7 +89,11 @@ def addmm(
 
 
 def _run_product(
-    call: OpCall, activations: Tensor, weight: Tensor, bias: Tensor | None, out_axis: int
+    call: OpCall,
+    activations: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_axis: int,
 ) -> Any:
     """Run a product of activations with a weight matrix, and add the factors of its parameters.
 
@@ -117,7 +127,10 @@ def _run_product(
 
 
 def unbatched_linear(
-    call: OpCall, input: Tensor, weight: Tensor, bias: Tensor | None = None
+    call: OpCall,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
 ) -> Any:
     """Run a linear layer without a batch axis, such as an expert on the tokens routed to it.
 

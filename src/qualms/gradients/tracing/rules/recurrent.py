@@ -79,13 +79,18 @@ def recurrent(
     for t in learned_inputs:
         row_layout = call.find_layout(t)
         assert row_layout is not None
-        gradient = Summed.for_repeated(row_layout, call.num_samples, call.value_on_one_row(t).shape)
+        shape = call.value_on_one_row(t).shape
+        gradient = Summed.for_repeated(row_layout, call.num_samples, shape)
         call.add_factor(t, [get_gradient_edge(copies[id(t)])], gradient)
     return out
 
 
 def _run_one_way(
-    call: OpCall, layout: Layout, one_way: OneWay, x: Tensor, state: State
+    call: OpCall,
+    layout: Layout,
+    one_way: OneWay,
+    x: Tensor,
+    state: State,
 ) -> tuple[Tensor, State]:
     """Run one layer in one direction, and add the factors of its weights.
 
@@ -112,7 +117,11 @@ def _run_one_way(
     edge = get_gradient_edge(zeros)
     h, last_state, coefficients = detached(x, state, zeros)
     build_product = partial(
-        Outer.for_product, call.num_samples, layout, out_features=num_gates, arrange=arrange_out_in
+        Outer.for_product,
+        call.num_samples,
+        layout,
+        out_features=num_gates,
+        arrange=arrange_out_in,
     )
     # W and U share δδᵀ, unless δ is scaled for U.
     shared_gram = SharedGram()

@@ -221,7 +221,10 @@ class OneWay:
     weights: Sequence[Tensor]
 
     def __call__(
-        self, x: Float[Tensor, "t n f"], state: State, zeros: Gates | None = None
+        self,
+        x: Float[Tensor, "t n f"],
+        state: State,
+        zeros: Gates | None = None,
     ) -> tuple[Tensor, State, Coefficients]:
         """Run all steps of the layer.
 

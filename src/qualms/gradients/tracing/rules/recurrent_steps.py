@@ -82,7 +82,10 @@ def state_scale(kind: str, coefficients: Coefficients) -> Float[Tensor, "t n g"]
 
 
 def _lstm_run(
-    p: Gates, weight: Tensor, bias: Tensor | None, state: State
+    p: Gates,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: State,
 ) -> tuple[Hidden, State, Coefficients]:
     """Run all steps of an LSTM: c = f c' + i g, h = o tanh c.
 
@@ -127,7 +130,10 @@ def _lstm_run(
 
 
 def _lstm_pull(
-    coefficients: Coefficients, weight: Tensor, dh: Hidden, dc: Tensor | None
+    coefficients: Coefficients,
+    weight: Tensor,
+    dh: Hidden,
+    dc: Tensor | None,
 ) -> tuple[Gates, State]:
     """Pull cotangents back through all steps of an LSTM, last step first.
 
@@ -169,7 +175,10 @@ def _lstm_pull(
 
 
 def _lstm_push(
-    coefficients: Coefficients, weight: Tensor, dp: Gates, state: State
+    coefficients: Coefficients,
+    weight: Tensor,
+    dp: Gates,
+    state: State,
 ) -> tuple[Hidden, State]:
     """Push tangents (dotted) forward through all steps of an LSTM.
 
@@ -206,7 +215,10 @@ def _lstm_push(
 
 
 def _gru_run(
-    p: Gates, weight: Tensor, bias: Tensor | None, state: State
+    p: Gates,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: State,
 ) -> tuple[Hidden, State, Coefficients]:
     """Run all steps of a GRU: h = (1 - z) n + z h'.
 
@@ -260,7 +272,10 @@ def _rnn_run(activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor], T
     """
 
     def run(
-        p: Gates, weight: Tensor, bias: Tensor | None, state: State
+        p: Gates,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: State,
     ) -> tuple[Hidden, State, Coefficients]:
         """Run all steps of an RNN: h = activation(p + U h'), with the state h' before a step.
 
@@ -301,7 +316,10 @@ def _relu_slope(h: Tensor) -> Tensor:
 
 
 def _gru_rnn_pull(
-    coefficients: Coefficients, weight: Tensor, dh: Hidden, dc: Tensor | None
+    coefficients: Coefficients,
+    weight: Tensor,
+    dh: Hidden,
+    dc: Tensor | None,
 ) -> tuple[Gates, State]:
     """Pull cotangents back through all steps of a GRU or RNN, last step first.
 
@@ -337,7 +355,10 @@ def _gru_rnn_pull(
 
 
 def _gru_rnn_push(
-    coefficients: Coefficients, weight: Tensor, dp: Gates, state: State
+    coefficients: Coefficients,
+    weight: Tensor,
+    dp: Gates,
+    state: State,
 ) -> tuple[Hidden, State]:
     """Push tangents (dotted) forward through all steps of a GRU or RNN.
 
@@ -371,12 +392,24 @@ def _gru_rnn_push(
 
 
 RECURSIONS = {
-    "lstm": Recursion(run=_lstm_run, pull=_lstm_pull, push=_lstm_push),
-    "gru": Recursion(run=_gru_run, pull=_gru_rnn_pull, push=_gru_rnn_push),
+    "lstm": Recursion(
+        run=_lstm_run,
+        pull=_lstm_pull,
+        push=_lstm_push,
+    ),
+    "gru": Recursion(
+        run=_gru_run,
+        pull=_gru_rnn_pull,
+        push=_gru_rnn_push,
+    ),
     "rnn_tanh": Recursion(
-        run=_rnn_run(torch.tanh, _tanh_slope), pull=_gru_rnn_pull, push=_gru_rnn_push
+        run=_rnn_run(torch.tanh, _tanh_slope),
+        pull=_gru_rnn_pull,
+        push=_gru_rnn_push,
     ),
     "rnn_relu": Recursion(
-        run=_rnn_run(torch.relu, _relu_slope), pull=_gru_rnn_pull, push=_gru_rnn_push
+        run=_rnn_run(torch.relu, _relu_slope),
+        pull=_gru_rnn_pull,
+        push=_gru_rnn_push,
     ),
 }
