@@ -43,7 +43,7 @@ from qualms.gradients.precision import (
     sum_of_squares,
 )
 from qualms.gradients.tracing.factors import GradFactor
-from qualms.gradients.tracing.outer_product import CANCELLED, Outer, gram_is_cheaper
+from qualms.gradients.tracing.outer_product import MIN_NORM_SHARE, Outer, gram_is_cheaper
 from qualms.gradients.tracing.param_use import nodes_behind
 
 # The names of the nodes of `linear`, `addmm` and `matmul` in autograd's graph.
@@ -477,7 +477,7 @@ class FeatureGradients:
         squares = torch.linalg.vecdot(x @ products.to(x), x)
         without_cancellation = (x.square() @ scale.to(x).unsqueeze(2)).squeeze(2)
         # Where terms have canceled, digits are lost.
-        recompute = squares < CANCELLED * without_cancellation
+        recompute = squares < MIN_NORM_SHARE * without_cancellation
         # So they are where float32 under- or overflows.
         odd = outside_float32_range(scale.amax(1))[:, None] | outside_float32_range(squares)
         if bool(odd.any()):

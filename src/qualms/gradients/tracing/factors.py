@@ -47,7 +47,10 @@ class Summed:
 
     @property
     def work(self) -> int:
-        """Multiplications for one sample's gradient; the operation's forward pass takes as many."""
+        """Multiplications for one sample's gradient, also an estimate for the forward pass.
+
+        At least one for each entry.
+        """
         return max(self.numel, self.multiplications)
 
     def without_graph(self) -> "Summed":
@@ -59,7 +62,10 @@ class Summed:
 
     @classmethod
     def from_cotangent(
-        cls, compute: Callable[[Tensor], Tensor], numel: int, multiplications: int = 0
+        cls,
+        compute: Callable[[Tensor], Tensor],
+        numel: int,
+        multiplications: int = 0,
     ) -> "Summed":
         """Build a gradient that depends on the cotangent of a single edge.
 
@@ -93,7 +99,7 @@ class Summed:
 
         Args:
             num_samples: number of samples, b.
-            layout: which axis of δ counts the rows.
+            layout: which axis of δ is the batch axis.
             target: the parameter.
             get_scale: returns s, in the shape of δ; None if s is 1.
         """
@@ -123,7 +129,7 @@ class Summed:
 
         Args:
             num_samples: number of samples, b.
-            layout: which axis of δ counts the rows.
+            layout: which axis of δ is the batch axis.
             target: the parameter.
             get_scale: returns s, in the shape of δ; None if s is 1.
             space: number of spatial axes.
@@ -148,7 +154,7 @@ class Summed:
         tensor has a part for each row; these parts are summed over a sample's rows.
 
         Args:
-            layout: which axis of the expanded tensor counts the rows.
+            layout: which axis of the expanded tensor is the batch axis.
             num_samples: number of samples, b.
             shape: shape of one row's part of the expanded tensor.
         """
@@ -158,9 +164,8 @@ class Summed:
             rows_first = at_least_float32(layout.rows_first(_require_dense(cotangent)))
             if layout.axis is None:
                 return rows_first.reshape(num_samples, *shape)
-            rows_per_sample = layout.num_rows // num_samples
-            # [b, rows_per_sample, entries_per_row, ...]
-            by_row = rows_first.unflatten(0, (num_samples, rows_per_sample, layout.entries_per_row))
+            # [b, rows of a sample, entries of a row, ...]
+            by_row = rows_first.unflatten(0, (num_samples, -1, layout.entries_per_row))
             by_sample = by_row.sum(1)
             # A row's entries now are on axis 1: move them back to where a row's part has them.
             return by_sample.movedim(1, 1 + layout.axis).reshape(num_samples, *shape)
@@ -169,12 +174,12 @@ class Summed:
 
     @classmethod
     def for_broadcast(cls, layout: Layout, num_samples: int, shape: torch.Size) -> "Summed":
-        """Build the gradient of a parameter that the rule `broadcast` expanded along the row axis.
+        """Build the gradient of a parameter that the rule `broadcast` repeated for each row.
 
         It is the cotangent of the expanded copy, summed over the rows of each sample.
 
         Args:
-            layout: which axis of the copy counts the rows.
+            layout: which axis of the copy is the batch axis.
             num_samples: number of samples, b.
             shape: shape of the parameter.
         """
@@ -282,7 +287,7 @@ def merge_slices(factors: Sequence[GradFactor], weights: Weights) -> list[GradFa
 
 
 def _can_merge(factor: GradFactor) -> bool:
-    """Whether a factor is a plain sum of outer products, with one group and one cotangent."""
+    """Whether `MergedOuter` can take a slice's factor: an `Outer` with one group and one edge."""
     gradient = factor.gradient
     return isinstance(gradient, Outer) and gradient.sizes.groups == 1 and len(factor.edges) == 1
 
@@ -328,6 +333,7 @@ class MergedOuter(Outer):
 
         first = outers[0]
         return cls(
+            # Not called: `compute_delta` of this class asks each slice's gradient instead.
             grad_outputs=first.grad_outputs,
             activations=stack_activations,
             arrange=arrange,

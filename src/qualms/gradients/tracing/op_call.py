@@ -1,6 +1,6 @@
 """One operation on parameters and input, as it is passed to a rule.
 
-It also has the general paths for operations that no rule covers.
+It also runs the operations that no rule covers, which is exact but slower.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class OpCall:
         args, kwargs = map_tensors((self.args, self.kwargs), replace)
         try:
             return run_function(self.func, args, kwargs)
-        # A RuntimeError too, but not about shapes.
+        # Also a RuntimeError, but not about shapes.
         except torch.OutOfMemoryError:
             raise
         # torch's error for wrong shapes has no type of its own.
@@ -115,7 +115,10 @@ class OpCall:
             ) from error
 
     def add_factor(
-        self, target: Tensor, edges: Sequence[GradientEdge], gradient: Outer | Summed
+        self,
+        target: Tensor,
+        edges: Sequence[GradientEdge],
+        gradient: Outer | Summed,
     ) -> None:
         """Record how a parameter's gradient follows from the cotangents at edges of the graph.
 
@@ -132,7 +135,7 @@ class OpCall:
     # Which part of a tensor belongs to which row.
 
     def find_layout(self, t: Tensor) -> Layout | None:
-        """Find which axis of the argument `t` counts the rows; None if no axis does."""
+        """Find the batch axis of the argument `t`; None if there is none."""
         # A single row, which owns the whole tensor.
         if self.recorder.trace_pair is None:
             return Layout()
@@ -141,14 +144,14 @@ class OpCall:
         return infer_layout(one.arguments[index], two.arguments[index], t.shape, self.num_rows)
 
     def find_input_layout(self, t: Tensor) -> Layout | None:
-        """Find which axis of the argument `t` counts the rows; None if it is a parameter.
+        """Find the batch axis of the argument `t`; None if it is a parameter.
 
         As `find_layout`, but for an argument that must depend on the input.
         """
         return None if self.is_param(t) else self.find_layout(t)
 
     def find_result_layout(self, index: int = 0) -> Layout | None:
-        """Find which axis of a result counts the rows; None if no axis does.
+        """Find the batch axis of a result; None if there is none.
 
         Args:
             index: index of the result among all tensors that the operation returns.
@@ -164,7 +167,7 @@ class OpCall:
         return infer_layout(one.results[index], two.results[index], None, self.num_rows)
 
     def result_ndim(self) -> int:
-        """Return the number of axes of the first result."""
+        """Return the number of axes of the first result, known before the operation runs."""
         return self._find_in_trace_pair()[0].results[0].ndim
 
     def value_on_one_row(self, t: Tensor) -> Tensor:
@@ -214,7 +217,7 @@ class OpCall:
             )
         return on_one_row
 
-    # The general paths: exact for any operation.
+    # What runs an operation that no rule covers.
 
     def run_on_copies(self) -> Any:
         """Run an operation that no rule covers, on copies of its parameters, and add their factors.
@@ -228,7 +231,7 @@ class OpCall:
         """
         params = [t for t in self.use.arguments if self.is_param(t)]
         layouts = [self.find_layout(param) for param in params]
-        if not all(layouts):  # some parameter has no row axis
+        if not all(layouts):  # some parameter has no batch axis
             return self._run_row_by_row(params)
         copies = {id(param): param.detach().requires_grad_() for param in params}
         for param, layout in zip(params, layouts, strict=True):
@@ -239,7 +242,7 @@ class OpCall:
         return self._run_with_copies(copies)
 
     def run_unbatched(self, builders: dict[int, GradientBuilder] | None = None) -> Any:
-        """Run the operation where no axis of its result counts the rows (see `sample_ids.py`).
+        """Run the operation although its result has no batch axis (see `sample_ids.py`).
 
         Its factors are added at the end of the forward pass, when backward passes from the logits
         can show which sample each entry of the result belongs to.
@@ -255,8 +258,9 @@ class OpCall:
         """
         params = [t for t in self.use.arguments if self.is_param(t)]
         copies, argument_nodes = self._copy_params()
+        out = self._run_with_copies(copies)
         # Views are cloned for the reason that `run` states.
-        out = map_tensors(self._run_with_copies(copies), lambda t: t.clone() if t._is_view() else t)
+        out = map_tensors(out, lambda t: t.clone() if t._is_view() else t)
         results = [t for t in tensors_in(out) if t.requires_grad]
         if not results:
             raise NotBatchable(f"no result of {self.use.name} is differentiable")
@@ -283,7 +287,7 @@ class OpCall:
 
         Returns:
             A dict from the id of a parameter to its leaf, and a list of the autograd nodes of the
-            other arguments.
+            other arguments that require gradients.
         """
         copies: dict[int, Tensor] = {}
         argument_nodes: list[Any] = []
@@ -295,7 +299,7 @@ class OpCall:
         return copies, argument_nodes
 
     def _mark_without_rule(self, params: list[Tensor]) -> None:
-        """Record the names of parameters that are used by an operation that no rule covers.
+        """Add parameters to `Recorder.without_rule`, which reports the layers that no rule covers.
 
         Args:
             params: the arguments of the operation that were computed from parameters alone.

@@ -30,7 +30,7 @@ from qualms.gradients.tracing.sample_axis import Layout
 MAX_WINDOW_ENTRIES = 2**22
 # A squared norm below this share of what it would be if no terms canceled is computed again, more
 # exactly.
-CANCELLED = 1e-3
+MIN_NORM_SHARE = 1e-3
 
 
 def raise_released(*_: Any) -> Tensor:
@@ -170,7 +170,7 @@ class Outer:
 
         Args:
             num_samples: number of samples, b.
-            layout: which axis counts the rows, of `activations` and of the product alike.
+            layout: which axis is the batch axis, of `activations` and of the product alike.
             activations: the input of the product, [..., f].
             out_features: number of features of the product, o.
             arrange: reshapes the gradient from [b, 1, o, f] to [b, *target.shape].
@@ -206,7 +206,10 @@ class Outer:
         return self.sizes.groups * self.sizes.out_features * self.sizes.in_features
 
     def count_stored(
-        self, rows_per_sample: int, num_cotangents: int, is_alone: bool = False
+        self,
+        rows_per_sample: int,
+        num_cotangents: int,
+        is_alone: bool = False,
     ) -> int:
         """Count the floats that the norm of a gradient δᵀa stores for each sample.
 
@@ -302,7 +305,8 @@ class Outer:
         Args:
             sample: the sample's index in the batch.
         """
-        return self._by_position(self.activations()).unflatten(0, (self.num_samples, -1))[sample]
+        by_sample_and_group = self._by_position(self.activations())
+        return by_sample_and_group.unflatten(0, (self.num_samples, -1))[sample]
 
     def _by_position(self, factor: Float[Tensor, "n t g f"]) -> Float[Tensor, "bg nt f"]:
         """Reshape δ or a to one matrix for each sample and group, with a row for each position.
@@ -399,6 +403,7 @@ class Outer:
         # ⟨G_i, G_j⟩ = ⟨aaᵀ δ_i, δ_j⟩.
         gram = self.activation_gram
         gram_times_deltas = torch.matmul(gram.unsqueeze(1), deltas)
+        # float64, as products that are out of float32's range are overwritten below.
         products = (gram_times_deltas.flatten(2) @ deltas.flatten(2).mT).double()
         squares = products.diagonal(dim1=1, dim2=2)
         largest_gram_entry = gram.flatten(1).amax(1).unsqueeze(1)
@@ -449,7 +454,7 @@ class Outer:
     def _squared_norm_by_gram(
         self, delta: Float[Tensor, "bg t o"], cotangents: list[Tensor | None]
     ) -> Float64[Tensor, " bg"]:
-        """Compute ‖δᵀa‖² as ⟨δδᵀ, aaᵀ⟩; directly where positions cancel or 32 bits are too few.
+        """Compute ‖δᵀa‖² as ⟨δδᵀ, aaᵀ⟩; write out δᵀa where that would lose digits or overflow.
 
         a are the activations, whose Gram matrix aaᵀ is computed once.
 
@@ -476,10 +481,12 @@ class Outer:
         if bool(unreliable.any()):
             # Where δ or a is zero at every position, 0 is exact.
             squared_norms = torch.where(delta.flatten(1).any(1), squared_norms, 0.0)
-            overlaps = self.overlaps(delta.unsqueeze(1)).squeeze(1)  # δ as the only one of m = 1
+            # `overlaps` takes m factors δ: here m is 1.
+            overlaps = self.overlaps(delta.unsqueeze(1)).squeeze(1)
             unreliable &= (squared_norms != 0) | overlaps
+        # float64, as `sum_of_squares` returns, which overwrites some of them.
         squared_norms = squared_norms.double()
-        recompute = (squared_norms < CANCELLED * without_cancellation) | unreliable
+        recompute = (squared_norms < MIN_NORM_SHARE * without_cancellation) | unreliable
         indices = recompute.nonzero().squeeze(1)
         if len(indices):
             a = self._by_position(self.activations())[indices]

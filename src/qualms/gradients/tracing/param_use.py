@@ -30,7 +30,10 @@ class Weights:
 
     @classmethod
     def of(
-        cls, selected: dict[str, Tensor], parameters: Iterable[Tensor], channels_last: bool = False
+        cls,
+        selected: dict[str, Tensor],
+        parameters: Iterable[Tensor],
+        channels_last: bool = False,
     ) -> "Weights":
         """Make a leaf for each selected parameter, and a constant for each of the others.
 
@@ -133,11 +136,11 @@ class InnerNodes:
     result_of: dict[Any, Any] = field(default_factory=dict)
 
     def add_operation(self, result: Any, arguments: Iterable[Any]) -> None:
-        """Add the nodes of one operation, from its result back to its arguments.
+        """Record which nodes are inside an operation: its result's, back to its arguments.
 
         Args:
             result: the node of the operation's result.
-            arguments: the nodes of the operation's arguments, which are outside.
+            arguments: the nodes of the operation's arguments, which are not inside.
         """
         outside = set(arguments)
         pending = [result]
@@ -148,7 +151,7 @@ class InnerNodes:
                 pending.extend(parent for parent, _ in node.next_functions)
 
     def bypasses_result(self, node: Any, next_node: Any) -> bool:
-        """Whether a step of a backward pass enters an operation past the node of its result.
+        """Whether a step of a backward pass enters an operation elsewhere than at its result.
 
         It does if `node` is outside the operation, and `next_node` inside, but not the result.
 
@@ -224,8 +227,8 @@ class TracePair:
     Args:
         one: uses of parameters in the pass on a single row.
         two: uses of parameters in the pass on two rows.
-        unbatched: operations in whose results no axis counts the rows, because the values of the
-            input decide where an entry goes; the recorder adds to it while it traces batches.
+        unbatched: operations whose results have no batch axis, because the values of the input
+            decide where an entry goes; the recorder adds to it while it traces batches.
     """
 
     one: list[ParamUse]
@@ -263,7 +266,7 @@ class TracePair:
         Arguments computed from parameters alone keep their values and graphs.
         """
         for key, one in self._uses_on_one_row.items():
-            # If the pass on two rows lacks the use, only its graphs are freed.
+            # A use that the pass on two rows lacks is never looked up: all of it may be freed.
             two = self._uses_on_two_rows.get(key, one)
             for i, tensors in enumerate(zip(one.arguments, two.arguments, strict=False)):
                 if i not in one.param_indices:
@@ -276,15 +279,15 @@ class TracePair:
 
 
 def _index_by_key(uses: Iterable[ParamUse]) -> _UsesByKey:
-    """Make a dict of uses of parameters, by their key and occurrence."""
+    """Make a dict from the key and occurrence of each use of parameters to the use."""
     return {(use.key, use.occurrence): use for use in uses}
 
 
 def _compact_tensors(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
     """Detach a tensor's two versions, and drop their values where the shapes alone show the layout.
 
-    The values are kept if a row has several entries on the axis that counts the rows, because they
-    show the order of the entries.
+    The values are kept if a row has several entries on the batch axis, because they show the order
+    of the entries.
 
     Args:
         one: the tensor when the model runs on one row.
@@ -294,7 +297,7 @@ def _compact_tensors(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
         The two versions, detached; tensors without memory, on the meta device, if values are
         dropped.
     """
-    # The sizes, on one row, of the axes that count rows.
+    # The sizes on one row of the axes that are longer on two rows: of the batch axis.
     entries_per_row = [a for a, b in zip(one.shape, two.shape, strict=False) if a != b]
     if all(size == 1 for size in entries_per_row):
         return torch.empty(one.shape, device="meta"), torch.empty(two.shape, device="meta")
@@ -314,15 +317,15 @@ class UseOrder:
     fixed: bool
 
     def relevant(self, used: Collection[str], selected: Iterable[str]) -> list[str]:
-        """List the parameters whose layers count, in an order that does not depend on the inputs.
+        """List the parameters whose layers a score combines, in the same order for every batch.
 
         These are the parameters that the logits depend on, in order of first use; any that were
-        not traced come last. If `fixed` is False, use and order vary from batch to batch: then all
-        selected parameters count, in the model's order.
+        not traced come last. If `fixed` is False, use and order vary from batch to batch: then
+        these are all selected parameters, in the model's order.
 
         Args:
             used: names of parameters that the logits depend on.
-            selected: names of all parameters that may count, in the model's order.
+            selected: names of all selected parameters, in the model's order.
 
         Returns:
             Names of parameters.

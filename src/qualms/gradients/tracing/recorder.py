@@ -11,9 +11,9 @@ of tensors:
 The result of an operation on params alone is again one of the params. An operation that takes both
 kinds is a *use* of parameters: a rule (`rules/`) runs it and adds a `GradFactor`, which says how
 the parameter's gradient follows from a cotangent. Operations without a rule are run one row at a
-time with copies of the parameter, which is exact for any operation. Where no axis counts the rows,
-the sample of each entry is found afterwards (`sample_ids.py`). Where rows cannot be separated at
-all, `NotBatchable` is raised. Uses that a function mode cannot see are caught by
+time with copies of the parameter, which is exact for any operation. Without a batch axis, the
+sample of each entry is found afterwards (`sample_ids.py`). Where rows cannot be separated at all,
+`NotBatchable` is raised. Uses that a function mode cannot see are caught by
 `require_no_bypass` and by the checks of `gradients/verify.py`.
 """
 
@@ -124,7 +124,7 @@ class Recorder(CallMode):
         """Run one operation of the forward pass, and record what it does with parameters.
 
         Params are tensors computed from parameters alone, active tensors depend on the input. An
-        operation on both is a use of parameters: a rule or a general path adds gradient factors.
+        operation on both is a use of parameters, whose gradient factors are added.
 
         Args:
             func: the operation, a function of torch.
@@ -173,7 +173,11 @@ class Recorder(CallMode):
         return out
 
     def _run_use(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
     ) -> Any:
         """Run an operation that uses parameters on tensors that depend on the input.
 
@@ -197,6 +201,7 @@ class Recorder(CallMode):
         key = OpKey(name_of(func), frozenset(names))
         use = ParamUse(key, self._occurrences[key], tensors, param_indices=param_indices)
         self._occurrences[key] += 1
+        # A pass on one row or two: later batches are compared with its uses.
         if self.trace_pair is None:
             self.param_uses.append(use)
         out = self._run_by_rule(OpCall(self, func, args, kwargs, use))
@@ -204,10 +209,10 @@ class Recorder(CallMode):
         return out
 
     def _run_by_rule(self, call: OpCall) -> Any:
-        """Run an operation by its rule, or by a general path if no rule covers it.
+        """Run an operation by its rule, or on copies of its parameters if no rule covers it.
 
-        If no axis of a tensor counts the rows, the factors that this call added are dropped, and
-        the operation runs as an unbatched one (see `UnbatchedOp`), in this and all later passes.
+        If a tensor has no batch axis, the factors that this call added are dropped, and the
+        operation runs as an unbatched one (see `UnbatchedOp`), in this and all later passes.
 
         Args:
             call: the operation with its arguments.
@@ -225,7 +230,7 @@ class Recorder(CallMode):
                 out = _try_rule(find_rule(call.use.name), call)
                 return call.run_on_copies() if out is NotImplemented else out
             except NotBatchable:
-                # Without a pair no axis is searched for: the operation fails for another reason.
+                # Without a pair no batch axis is looked for: the reason is another one.
                 if pair is None:
                     raise
                 pair.unbatched.add(call.use.key)
@@ -265,6 +270,7 @@ class Recorder(CallMode):
             out: what it returned: a tensor, or nested tuples, lists and dicts of tensors.
         """
         results = list(tensors_in(out))
+        # In a pass on one row or two: `collapses_rows` compares these.
         if self.trace_pair is None and name not in TAKING_TYPE_OR_DEVICE:
             argument_shapes = tuple(t.shape for t in active)
             result_shapes = tuple(t.shape for t in results)
@@ -311,7 +317,7 @@ def _try_rule(rule: Callable[..., Any] | None, call: OpCall) -> Any:
 
 
 def collapses_rows(one: Sequence[Shapes], two: Sequence[Shapes]) -> bool:
-    """Whether an operation reduces over the rows of a batch, so that it may mix them.
+    """Whether some operation of a pass may mix rows, as it reduces over all rows of the batch.
 
     An example is the length of the longest text of a batch. The arguments of such an operation have
     other shapes for two rows than for one, its results have the same.
@@ -321,7 +327,7 @@ def collapses_rows(one: Sequence[Shapes], two: Sequence[Shapes]) -> bool:
         two: names and shapes of the operations in a pass on two rows.
 
     Returns:
-        True if an operation does, or if the two passes run different operations.
+        True if an operation does, or if the passes run different operations and cannot be compared.
     """
     if [name for name, _, _ in one] != [name for name, _, _ in two]:
         return True
@@ -336,7 +342,7 @@ def collapses_rows(one: Sequence[Shapes], two: Sequence[Shapes]) -> bool:
 # Names of operations that write, read values, or let values decide a shape.
 
 # Change their first argument in place, though their names do not end in `_`.
-WRITING = (Tensor.__setitem__, torch.ops.aten.copy_.default)
+IN_PLACE = (Tensor.__setitem__, torch.ops.aten.copy_.default)
 # Turn a tensor into something that is not traced, such as a number or an array.
 READING_VALUES = {
     "allclose",
@@ -360,7 +366,7 @@ READING_VALUES = {
     "untyped_storage",
 }
 # The shape of the result depends on the values of the arguments.
-COUNTING_VALUES = {
+SHAPE_FROM_VALUES = {
     "argwhere",
     "bincount",
     "masked_select",
@@ -370,7 +376,7 @@ COUNTING_VALUES = {
     "unique",
     "unique_consecutive",
 }
-# Use only the dtype or device of some of their arguments.
+# Use only the dtype or device of some of their arguments: the shapes of these do not matter.
 TAKING_TYPE_OR_DEVICE = {
     "get",
     "new_empty",
@@ -391,7 +397,7 @@ def bare_name(func: Any) -> str:
 def is_in_place(func: Any) -> bool:
     """Whether an operation of torch changes its first argument in place, as `add_` does."""
     name = getattr(func, "__name__", "")
-    return func in WRITING or (name.endswith("_") and not name.endswith("__"))
+    return func in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def shape_depends_on_values(name: str, args: tuple[Any, ...], active: list[Tensor]) -> bool:
@@ -409,7 +415,7 @@ def shape_depends_on_values(name: str, args: tuple[Any, ...], active: list[Tenso
     if name == "repeat_interleave":
         return any(not t.is_floating_point() for t in active)
     # `where(condition)` alone lists the indices at which the condition holds.
-    return name in COUNTING_VALUES or (name == "where" and len(args) == 1)
+    return name in SHAPE_FROM_VALUES or (name == "where" and len(args) == 1)
 
 
 def _return_false(*_: Any) -> bool:

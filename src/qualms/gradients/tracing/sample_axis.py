@@ -2,8 +2,8 @@
 
 Models move the batch axis ([time, batch, feature]), merge it with others ([batch · windows, …]) or
 interleave it ([time · batch, feature]). A tensor from a pass over one row is compared with the same
-tensor from a pass over two rows: the axis that doubles counts the rows, and the values of the first
-row show in which order.
+tensor from a pass over two rows: the axis that doubles is the batch axis, and the values of the
+first row show in which order.
 """
 
 from dataclasses import dataclass, replace
@@ -26,8 +26,8 @@ class Layout:
     j·num_rows + r if the rows are interleaved.
 
     Args:
-        axis: the axis that counts the rows; None if there is a single row, which owns the whole
-            tensor, whatever its shape.
+        axis: the batch axis; None if there is a single row, which owns the whole tensor, whatever
+            its shape.
         num_rows: number of rows of the batch.
         entries_per_row: number of entries that each row has along `axis`.
         is_interleaved: whether the entries of a row are `num_rows` apart, not next to each other.
@@ -39,7 +39,7 @@ class Layout:
     is_interleaved: bool = False
 
     def rows_first(self, t: Tensor) -> Tensor:
-        """Move the row axis to the front, with a row's entries next to each other.
+        """Move the batch axis to the front, with a row's entries next to each other.
 
         Returns:
             The tensor as [num_rows·entries_per_row, *other axes]; unchanged if `axis` is None.
@@ -80,9 +80,12 @@ class Layout:
 
 
 def infer_layout(
-    one: Tensor, two: Tensor, shape: torch.Size | None, num_rows: int
+    one: Tensor,
+    two: Tensor,
+    shape: torch.Size | None,
+    num_rows: int,
 ) -> Layout | None:
-    """Find which axis of a tensor counts the rows, by comparing a pass on one row with one on two.
+    """Find the batch axis of a tensor, by comparing a pass on one row with one on two.
 
     Args:
         one: the tensor when the model runs on the first row alone.
@@ -94,7 +97,7 @@ def infer_layout(
         The layout, or None if the tensor does not depend on the number of rows.
 
     Raises:
-        NotBatchable: if no axis, or more than one, counts the rows.
+        NotBatchable: if it is not clear which axis is the batch axis.
     """
     if one.ndim != two.ndim:
         raise NotBatchable("the number of axes depends on the batch size")
@@ -110,7 +113,8 @@ def infer_layout(
     _require_clear(shape is None or tuple(shape) == expected_shape)
     if entries_per_row == 1:
         return Layout(axis, num_rows)
-    return Layout(axis, num_rows, entries_per_row, is_interleaved=_is_interleaved(one, two, axis))
+    is_interleaved = _is_interleaved(one, two, axis)
+    return Layout(axis, num_rows, entries_per_row, is_interleaved)
 
 
 def _is_interleaved(one: Tensor, two: Tensor, axis: int) -> bool:
@@ -127,6 +131,7 @@ def _is_interleaved(one: Tensor, two: Tensor, axis: int) -> bool:
     """
     _require_clear(one.numel() > 0)
     entries_per_row = one.shape[axis]
+    # Converted, as booleans cannot be subtracted, and subtracting integers may overflow.
     first, pair = one.detach().double(), two.detach().double()
     max_difference = TOLERANCE * float(first.abs().max())
 

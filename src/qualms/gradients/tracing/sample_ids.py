@@ -1,4 +1,4 @@
-"""Finds the sample of each entry of an operation's result where no axis of it counts the rows.
+"""Finds the sample of each entry of an operation's result that has no batch axis.
 
 Examples are experts that run on the tokens routed to them, texts without their padding, and inputs
 sorted by length: the values decide where an entry goes. Still each entry belongs to one sample, and
@@ -50,7 +50,7 @@ def resolve_sample_ids(
     """Find the sample of each entry of the operations' results, and build the gradient factors.
 
     Args:
-        ops: operations in whose results no axis counts the rows.
+        ops: operations whose results have no batch axis.
         logits: logits [rows, c] of the same forward pass.
         num_samples: number of samples of the batch.
 
@@ -100,7 +100,8 @@ def _find_sample_ids(
     Raises:
         NotBatchable: if an entry depends on several samples.
     """
-    # Random, so that no entry has a cotangent of 0 by chance; the same in every run.
+    # Random, so that no entry has a cotangent of 0 by chance. The same in every run and, as it is
+    # drawn on the CPU in double precision, for every device and dtype.
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(logits.shape, generator=generator, dtype=torch.double).to(logits)
     rows_per_sample = len(logits) // num_samples
@@ -113,10 +114,13 @@ def _find_sample_ids(
         interrupts.deliver()
         start = noise * row_scale.unsqueeze(1)
         cotangents = torch.autograd.grad(logits, edges, start, retain_graph=True, allow_unused=True)
-        return {edge: d for edge, d in zip(edges, cotangents, strict=True) if d is not None}
+        by_edge = zip(edges, cotangents, strict=True)
+        return {edge: d for edge, d in by_edge if d is not None}
 
     unscaled = pull_back(torch.ones_like(id_of_row))
-    ids_by_edge = {edge: torch.zeros_like(d, dtype=torch.long) for edge, d in unscaled.items()}
+    ids_by_edge: dict[GradientEdge, Tensor] = {}
+    for edge, cotangent in unscaled.items():
+        ids_by_edge[edge] = torch.zeros_like(cotangent, dtype=torch.long)
     for digit in range((num_samples - 1).bit_length()):
         has_digit = (id_of_row >> digit) & 1
         # A scale of 2 for the samples whose id has this digit, of 1 for the others.
@@ -143,8 +147,8 @@ def _is_doubled(unscaled: Tensor, scaled: Tensor) -> Tensor:
     """
     doubled = scaled.abs() > 1.5 * unscaled.abs()
     expected = torch.where(doubled, 2 * unscaled, unscaled)
-    # Doubling is exact in floating point. The tolerance allows for sums in another order, on
-    # devices where the order varies.
+    # Doubling is exact in floating point, but some devices vary the order of sums: allow for the
+    # error of 1000 roundings of the entry, and of 100 of the whole tensor.
     magnitude = 1000 * expected.abs() + 100 * torch.linalg.vector_norm(expected)
     tolerance = torch.finfo(unscaled.dtype).eps * magnitude
     if bool(((scaled - expected).abs() > tolerance).any()):
@@ -179,16 +183,16 @@ class SampleIds:
     num_samples: int
 
     def for_argument(self, copy: Tensor) -> Summed:
-        """Build the gradient of any argument by the operation's own derivative.
+        """Build the gradient of any argument, with one backward pass per sample.
 
-        For each sample, autograd pulls back the cotangents with zeros at other samples' entries.
+        In a sample's pass through the operation, the cotangents of other samples' entries are zero.
 
         Args:
             copy: the leaf that replaced the argument in the operation.
         """
 
         def pull_back_by_sample(cotangents: list[Tensor | None]) -> Tensor:
-            """Take one backward pass through the operation for each sample: [b, *copy.shape].
+            """Compute the gradient of each sample: [b, *copy.shape].
 
             b is the number of samples, and `cotangents` has an entry for each result.
             """
@@ -276,7 +280,11 @@ class SampleIds:
         belongs = id_of_position == all_ids.unsqueeze(1)  # [b, positions]
         longest = max(1, int(belongs.sum(1).max()))
         # The stable sort puts each sample's positions first, in order.
-        indices = belongs.byte().argsort(dim=1, descending=True, stable=True)[:, :longest]
+        indices = belongs.byte().argsort(
+            dim=1,
+            descending=True,
+            stable=True,
+        )[:, :longest]
         return torch.where(belongs.gather(1, indices), indices, len(id_of_position))
 
 

@@ -25,7 +25,10 @@ from qualms.gradients.tracing.sample_ids import resolve_sample_ids
 
 
 def trace_forward(
-    model: nn.Module, model_input: ModelInput, weights: Weights, trace_pair: TracePair | None
+    model: nn.Module,
+    model_input: ModelInput,
+    weights: Weights,
+    trace_pair: TracePair | None,
 ) -> tuple[Tensor, Recorder]:
     """Run a model's forward pass under a recorder, with leaves in place of its parameters.
 
@@ -44,6 +47,7 @@ def trace_forward(
         NotBatchable: if the rows cannot be separated, or a parameter is used where the recorder
             does not see it.
     """
+    # The batch has perturbed copies of the samples too, as rows of their own.
     num_rows = num_samples(model_input.batch)
     recorder = Recorder(
         weights,
@@ -85,7 +89,7 @@ def record_forward(
 
 
 def _has_script(module: nn.Module) -> bool:
-    """Whether a module or one of its attributes is TorchScript, which no recorder sees inside."""
+    """Whether a module or one of its attributes is TorchScript, whose inside cannot be traced."""
     scripts = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
     return any(isinstance(value, scripts) for value in (module, *vars(module).values()))
 
@@ -93,7 +97,7 @@ def _has_script(module: nn.Module) -> bool:
 def require_no_bypass(
     logits: Tensor, parameters: Iterable[Tensor], inner_nodes: InnerNodes
 ) -> None:
-    """Raise NotBatchable if the logits depend on a parameter past the operations recorded.
+    """Raise NotBatchable if the logits depend on a parameter by more than traced operations.
 
     The recorder, a function mode, does not see inside TorchScript, an autograd function, or a
     gradient taken in the forward pass, but all of these show in the autograd graph.

@@ -1,6 +1,6 @@
 """The rule for arithmetic with a bare parameter, such as a scale, a bias or a token.
 
-The parameter is replaced by a copy that is expanded along the row axis of the result. Autograd's
+The parameter is replaced by a copy that is expanded along the batch axis of the result. Autograd's
 cotangent of that copy, summed over a sample's rows, is the gradient.
 """
 
@@ -49,8 +49,8 @@ def broadcast(call: OpCall, *args: Any, **kwargs: Any) -> Any:
         kwargs: the operation's keyword arguments, which `call` has too.
 
     Returns:
-        y; NotImplemented, so that the general path runs it, if p cannot be expanded along the axis
-        of y that counts the rows, or if only a single row is traced.
+        y; NotImplemented, so that `OpCall.run_on_copies` runs it, if p cannot be expanded along
+        the batch axis of y, or if only a single row is traced, which needs no copies.
     """
     layout = call.find_result_layout() if call.recorder.trace_pair else None
     if layout is None:
@@ -72,13 +72,13 @@ def broadcast(call: OpCall, *args: Any, **kwargs: Any) -> Any:
 
 
 def _can_broadcast(call: OpCall, layout: Layout, params: list[Tensor]) -> bool:
-    """Whether the operation broadcasts its arguments along the row axis of its result.
+    """Whether the operation broadcasts its arguments along the batch axis of its result.
 
     A matrix product does not broadcast its last two axes, so the rows must be on an earlier axis.
 
     Args:
         call: the operation.
-        layout: which axis of the operation's result counts the rows.
+        layout: which axis of the operation's result is the batch axis.
         params: the parameters among the operation's arguments.
     """
     if not call.use.name.strip("_").endswith("matmul"):
@@ -88,16 +88,16 @@ def _can_broadcast(call: OpCall, layout: Layout, params: list[Tensor]) -> bool:
 
 
 def _expand_along_rows(p: Tensor, layout: Layout, ndim: int, num_rows: int) -> Tensor | None:
-    """Make a leaf that repeats a parameter along the row axis of an operation's result.
+    """Make a leaf that repeats a parameter along the batch axis of an operation's result.
 
     Args:
         p: the parameter.
-        layout: which axis of the operation's result counts the rows.
+        layout: which axis of the operation's result is the batch axis.
         ndim: number of axes of the result.
         num_rows: number of rows of the batch.
 
     Returns:
-        The leaf; None if the parameter already has more than one entry on the row axis.
+        The leaf; None if the parameter already has more than one entry on that axis.
     """
     # Broadcasting adds missing axes at the front.
     shape = [1] * (ndim - p.ndim) + list(p.shape)

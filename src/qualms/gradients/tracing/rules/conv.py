@@ -55,8 +55,8 @@ def conv(
         groups: number of groups of channels.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if another axis than the first
-        counts the rows.
+        The result; NotImplemented, so that `OpCall.run_on_copies` runs it, if the batch axis is not
+        the first.
     """
     return convolution(
         call,
@@ -100,8 +100,8 @@ def conv_transpose(
         dilation: distance between the entries of a window.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if another axis than the first
-        counts the rows.
+        The result; NotImplemented, so that `OpCall.run_on_copies` runs it, if the batch axis is not
+        the first.
     """
     return convolution(
         call,
@@ -146,8 +146,8 @@ def convolution(
         groups: number of groups of channels.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if another axis than the first
-        counts the rows.
+        The result; NotImplemented, so that `OpCall.run_on_copies` runs it, if the batch axis is not
+        the first.
     """
     geometry = Geometry.of(weight, stride, padding, dilation, groups)
     space = len(geometry.kernel)
@@ -175,7 +175,7 @@ def convolution(
 
 
 def _image_layout(call: OpCall, input: Tensor, space: int) -> Layout | None:
-    """Find which axis counts the rows of the images that a convolution takes.
+    """Find the batch axis of the images that a convolution takes.
 
     Args:
         call: the convolution.
@@ -183,7 +183,7 @@ def _image_layout(call: OpCall, input: Tensor, space: int) -> Layout | None:
         space: number of spatial axes.
 
     Returns:
-        The layout; None if another axis than the first counts the rows, or none does.
+        The layout; None if the batch axis is not the first, or if there is none.
     """
     layout = call.find_input_layout(input)
     if layout is None or layout.axis is None:
@@ -200,7 +200,7 @@ class _ConvInput:
         input: the images [n, channel, *space]; [channel, *space] is allowed for a single row.
         weight: the weight, as the operation takes it.
         geometry: kernel, stride, dilation, padding and groups of the windows.
-        layout: which axis of the input counts the rows.
+        layout: which axis of the input is the batch axis.
         num_samples: number of samples of the batch.
     """
 
@@ -220,7 +220,7 @@ class _ConvInput:
 
     @property
     def images_per_sample(self) -> int:
-        """Number of images of each sample."""
+        """Number of images of each sample; the axes before the channels count the images."""
         space = len(self.geometry.kernel)
         return math.prod(self.input.shape[: -space - 1]) // self.num_samples
 

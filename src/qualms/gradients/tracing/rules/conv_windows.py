@@ -37,7 +37,12 @@ class Geometry:
 
     @classmethod
     def of(
-        cls, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int
+        cls,
+        weight: Tensor,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        groups: int,
     ) -> "Geometry":
         """Convert the arguments of a convolution of torch to one value for each spatial axis.
 

@@ -38,8 +38,8 @@ def embedding(
         sparse: not used; it says how autograd stores the gradient.
 
     Returns:
-        y; NotImplemented, so that the general path runs it, if the rule does not cover the
-        arguments.
+        y; NotImplemented, so that `OpCall.run_on_copies` runs it, if the rule does not
+        cover the arguments.
     """
     layout = call.find_input_layout(input)
     if layout is None or scale_grad_by_freq or not call.is_param(weight):

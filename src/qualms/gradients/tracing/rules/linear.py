@@ -30,8 +30,8 @@ def linear(call: OpCall, input: Tensor, weight: Tensor, bias: Tensor | None = No
         bias: b [out_features].
 
     Returns:
-        y; NotImplemented, so that the general path runs it, if W is a vector, or if no axis of the
-        input, or its last one, counts the rows.
+        y; NotImplemented, so that `OpCall.run_on_copies` runs it, if W is a vector, or if
+        the batch axis of the input is the last, or there is none.
     """
     if weight.ndim != 2:
         return NotImplemented
@@ -50,8 +50,8 @@ def matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
         other: W [in_features, out_features].
 
     Returns:
-        y; NotImplemented, so that the general path runs it, if no axis of the input, or its last
-        one, counts the rows.
+        y; NotImplemented, so that `OpCall.run_on_copies` runs it, if the batch axis of the
+        input is the last, or there is none.
     """
     if call.is_param(input) or other.ndim != 2 or input.ndim < 2:
         return broadcast(call, input, other)
@@ -59,7 +59,13 @@ def matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
 
 
 def addmm(
-    call: OpCall, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+    call: OpCall,
+    input: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> Any:
     """Run y_t = b + a_t W, a linear layer with Wᵀ: ∂W = Σ_t a_t δ_tᵀ, ∂b = Σ_t δ_t.
 
@@ -74,7 +80,8 @@ def addmm(
         alpha: scale of the product; the rule covers 1 alone.
 
     Returns:
-        y; NotImplemented, so that the general path runs it, if the rule does not cover it.
+        y; NotImplemented, so that `OpCall.run_on_copies` runs it, if the rule does not cover
+        it.
     """
     if beta != 1 or alpha != 1 or input.ndim != 1:
         return NotImplemented
@@ -82,7 +89,11 @@ def addmm(
 
 
 def _run_product(
-    call: OpCall, activations: Tensor, weight: Tensor, bias: Tensor | None, out_axis: int
+    call: OpCall,
+    activations: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_axis: int,
 ) -> Any:
     """Run a product of activations with a weight matrix, and add the factors of its parameters.
 
@@ -94,7 +105,7 @@ def _run_product(
         out_axis: the axis of the weight that counts the features of the product.
 
     Returns:
-        The product; NotImplemented if no axis of the activations, or the last one, counts the rows.
+        The product; NotImplemented if their batch axis is the last, or there is none.
     """
     layout = call.find_input_layout(activations)
     if layout is None or layout.axis == activations.ndim - 1:
@@ -116,9 +127,12 @@ def _run_product(
 
 
 def unbatched_linear(
-    call: OpCall, input: Tensor, weight: Tensor, bias: Tensor | None = None
+    call: OpCall,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
 ) -> Any:
-    """Run a linear layer where no axis counts the rows, such as an expert on its routed tokens.
+    """Run a linear layer without a batch axis, such as an expert on the tokens routed to it.
 
     The gradients are the sums of the rule `linear`, over the positions found for each sample.
 
@@ -141,7 +155,7 @@ def unbatched_linear(
 
 
 def unbatched_matmul(call: OpCall, input: Tensor, other: Tensor) -> Any:
-    """Run a matrix product where no axis counts the rows, such as an expert on its routed tokens.
+    """Run a matrix product without a batch axis, such as an expert on the tokens routed to it.
 
     The gradient is the sum of the rule `matmul`, over the positions found for each sample.
 

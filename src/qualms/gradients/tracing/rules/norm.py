@@ -34,9 +34,10 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """Run batch normalization with running statistics, γ x̂ + β with x̂ = (x - μ) / √(σ² + ε).
+    """Run batch normalization γ x̂ + β with running statistics, and add the factors of γ and β.
 
-    With batch statistics a sample's result depends on the whole batch; no rule can cover that.
+    x̂ = (x - μ) / √(σ² + ε). With batch statistics a sample's result depends on the
+    whole batch; no rule can cover that.
 
     Args:
         call: the operation.
@@ -51,8 +52,8 @@ def batch_norm(
         cudnn_enabled: not used.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if batch statistics are used,
-        or if another axis than the first counts the rows.
+        The result; NotImplemented, so that `OpCall.run_on_copies` runs it, if batch statistics are
+        used, or if the batch axis is not the first.
     """
     if training or running_mean is None or running_var is None:
         return NotImplemented
@@ -76,9 +77,9 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Any:
-    """Run group normalization, γ x̂ + β with x̂ = (x - μ) / √(σ² + ε).
+    """Run group normalization γ x̂ + β, and add the factors of γ and β.
 
-    Mean μ and variance σ² are taken over each group of a row's channels.
+    x̂ = (x - μ) / √(σ² + ε). Mean μ and variance σ² are taken over each group of a row's channels.
 
     Args:
         call: the operation.
@@ -90,8 +91,8 @@ def group_norm(
         cudnn_enabled: not used.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if another axis than the first
-        counts the rows.
+        The result; NotImplemented, so that `OpCall.run_on_copies` runs it, if the batch axis is not
+        the first.
     """
     normalize = partial(F.group_norm, input, num_groups, eps=eps)
     return _run_channel_affine(call, input, weight, bias, normalize)
@@ -109,9 +110,10 @@ def instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """Run instance normalization, γ x̂ + β with x̂ = (x - μ) / √(σ² + ε).
+    """Run instance normalization γ x̂ + β, and add the factors of γ and β.
 
-    Mean μ and variance σ² are taken over each channel of a row, or are running statistics.
+    x̂ = (x - μ) / √(σ² + ε). Mean μ and variance σ² are taken over each channel of a row,
+    or are running statistics.
 
     Args:
         call: the operation.
@@ -126,8 +128,8 @@ def instance_norm(
         cudnn_enabled: not used.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if another axis than the first
-        counts the rows.
+        The result; NotImplemented, so that `OpCall.run_on_copies` runs it, if the batch axis is not
+        the first.
     """
     normalize = partial(
         F.instance_norm,
@@ -150,9 +152,9 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Any:
-    """Run layer normalization, γ x̂ + β with x̂ = (x - μ) / √(σ² + ε).
+    """Run layer normalization γ x̂ + β, and add the factors of γ and β.
 
-    Mean μ and variance σ² are taken over the last axes.
+    x̂ = (x - μ) / √(σ² + ε). Mean μ and variance σ² are taken over the last axes.
 
     Args:
         call: the operation.
@@ -164,8 +166,8 @@ def layer_norm(
         cudnn_enable: not used.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if there are no parameters or
-        a normalized axis counts the rows.
+        The result; NotImplemented, so that `OpCall.run_on_copies` runs it, if there are no
+        parameters, or if the batch axis is normalized.
     """
     normalize = partial(F.layer_norm, input, normalized_shape, eps=eps)
     return _run_trailing_affine(call, input, weight, bias, normalize)
@@ -178,9 +180,9 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Any:
-    """Run root-mean-square normalization, γ x̂ with x̂ = x / √(mean x² + ε).
+    """Run root-mean-square normalization γ x̂, and add the factor of γ.
 
-    The mean is taken over the last axes.
+    x̂ = x / √(mean x² + ε). The mean is taken over the last axes.
 
     Args:
         call: the operation.
@@ -190,8 +192,8 @@ def rms_norm(
         eps: ε.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if there are no parameters or
-        a normalized axis counts the rows.
+        The result; NotImplemented, so that `OpCall.run_on_copies` runs it, if there are no
+        parameters, or if the batch axis is normalized.
     """
     normalize = partial(F.rms_norm, input, normalized_shape, eps=eps)
     return _run_trailing_affine(call, input, weight, None, normalize)
@@ -208,8 +210,8 @@ def prelu(call: OpCall, input: Tensor, weight: Tensor) -> Any:
         weight: w [channel], or [1] for all channels.
 
     Returns:
-        The result; NotImplemented, so that the general path runs it, if no axis counts the rows, or
-        channels have a w each and another axis than the first counts the rows.
+        The result; NotImplemented, so that `OpCall.run_on_copies` runs it, if there is no batch
+        axis, or if each channel has a w and the batch axis is not the first.
     """
 
     def negative_part() -> Tensor:
@@ -244,7 +246,7 @@ def _run_channel_affine(
         normalize: returns x̂, in the shape of x.
 
     Returns:
-        The result; NotImplemented if another axis than the first counts the rows, or none does.
+        The result; NotImplemented if the batch axis is not the first, or if there is none.
     """
     layout = call.find_input_layout(input)
     if layout is None or layout.axis not in (None, 0):
@@ -272,8 +274,8 @@ def _run_trailing_affine(
         normalize: returns x̂, in the shape of x.
 
     Returns:
-        The result; NotImplemented if there is neither γ nor β, if an axis that γ or β has counts
-        the rows, or if no axis does.
+        The result; NotImplemented if there is neither γ nor β, if the batch axis is an axis of γ
+        or β, or if there is none.
     """
     layout = call.find_input_layout(input)
     parameter = weight if weight is not None else bias

@@ -48,9 +48,9 @@ def recurrent(
 
     Returns:
         What torch returns: the output of all steps, and h, for an LSTM also c, of all layers after
-        the last step. NotImplemented, so that the general path runs it, for packed sequences,
-        projections, active dropout, autocast, weights that depend on the input, and rows on another
-        axis than the batch axis.
+        the last step. NotImplemented, so that `OpCall.run_on_copies` runs it, for packed sequences,
+        projections, active dropout, autocast, weights that depend on the input, and a batch axis
+        that is not where `batch_first` says.
     """
     layer_options = RecurrentOptions.of(options, named)
     if layer_options is None:
@@ -62,13 +62,13 @@ def recurrent(
     # The input or the states may be parameters themselves, such as a learned initial state.
     states = [hx] if isinstance(hx, Tensor) else list(hx)
     learned_inputs = [t for t in (input, *states) if call.is_param(t)]
-    # Weights that depend on the input.
+    # Weights that the model computed from the input.
     if any(p.requires_grad and not call.is_param(p) for p in params):
         return NotImplemented
-    # Without a layout, a parameter was not expanded to all rows.
+    # Each must have a batch axis; without one, the model did not repeat it for each row.
     if not all(map(call.find_layout, learned_inputs)):
         return NotImplemented
-    # Layers run with time first.
+    # `run_layers` runs each layer on [t, n, f], where the batch axis is 1.
     time_first = layout if layout.axis is None else replace(layout, axis=1)
     copies = {id(t): t.detach().requires_grad_() for t in learned_inputs}
     x, first_state = map_tensors((input, hx), lambda t: copies.get(id(t), t))
@@ -79,13 +79,18 @@ def recurrent(
     for t in learned_inputs:
         row_layout = call.find_layout(t)
         assert row_layout is not None
-        gradient = Summed.for_repeated(row_layout, call.num_samples, call.value_on_one_row(t).shape)
+        shape = call.value_on_one_row(t).shape
+        gradient = Summed.for_repeated(row_layout, call.num_samples, shape)
         call.add_factor(t, [get_gradient_edge(copies[id(t)])], gradient)
     return out
 
 
 def _run_one_way(
-    call: OpCall, layout: Layout, one_way: OneWay, x: Tensor, state: State
+    call: OpCall,
+    layout: Layout,
+    one_way: OneWay,
+    x: Tensor,
+    state: State,
 ) -> tuple[Tensor, State]:
     """Run one layer in one direction, and add the factors of its weights.
 
@@ -95,7 +100,7 @@ def _run_one_way(
 
     Args:
         call: the operation.
-        layout: which axis of `x` counts the rows.
+        layout: which axis of `x` is the batch axis.
         one_way: the layer, with its weights W, U, b and b'.
         x: input of all t steps and n rows, [t, n, features].
         state: the state before the first step.
@@ -112,9 +117,13 @@ def _run_one_way(
     edge = get_gradient_edge(zeros)
     h, last_state, coefficients = detached(x, state, zeros)
     build_product = partial(
-        Outer.for_product, call.num_samples, layout, out_features=num_gates, arrange=arrange_out_in
+        Outer.for_product,
+        call.num_samples,
+        layout,
+        out_features=num_gates,
+        arrange=arrange_out_in,
     )
-    # For W, and if δ is not scaled for U too. W and U then share δδᵀ.
+    # W and U share δδᵀ, unless δ is scaled for U.
     shared_gram = SharedGram()
     scale = state_scale(one_way.kind, coefficients)
     if call.is_param(w):
@@ -126,7 +135,7 @@ def _run_one_way(
             call.add_factor(u, [edge], replace(u_gradient, delta_gram=shared_gram))
         else:
             call.add_factor(u, [edge], _scale_delta(u_gradient, scale))
-    # δ is scaled for b' alone. A layer may have no biases.
+    # δ is scaled for b' alone. Not strict, as a layer may have no biases.
     for bias, bias_scale in zip(biases, (None, scale), strict=False):
         if call.is_param(bias):
             get_scale = None if bias_scale is None else _return_always(bias_scale)
@@ -149,7 +158,7 @@ def _scale_delta(outer: Outer, scale: Tensor) -> Outer:
     """
 
     def grad_outputs(cotangent: Tensor) -> Tensor:
-        """Compute the factor δ of a cotangent that is multiplied by the scale."""
+        """Compute the factor δ from the cotangent times the scale."""
         return outer.grad_outputs(cotangent * scale)
 
     return replace(outer, grad_outputs=grad_outputs)
@@ -174,7 +183,8 @@ def lstm_cell(call: OpCall, input: Tensor, hx: Any, *weights: Any, **named: Any)
         h and c after this step.
     """
     h, c = hx
-    with call.recorder:  # traces each operation inside
+    # The recorder is off while it runs a rule: turn it on to trace each operation.
+    with call.recorder:
         p, q = _pre_activations(input, h, *weights, **named)
         i, f, g, o = (p + q).chunk(4, dim=-1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
@@ -196,7 +206,8 @@ def gru_cell(call: OpCall, input: Tensor, hx: Tensor, *weights: Any, **named: An
     Returns:
         h after this step.
     """
-    with call.recorder:  # traces each operation inside
+    # The recorder is off while it runs a rule: turn it on to trace each operation.
+    with call.recorder:
         p, q = _pre_activations(input, hx, *weights, **named)
         p_r, p_z, p_n = p.chunk(3, dim=-1)
         q_r, q_z, q_n = q.chunk(3, dim=-1)
@@ -228,7 +239,8 @@ def rnn_cell(
     Returns:
         h after this step.
     """
-    with call.recorder:  # traces each operation inside
+    # The recorder is off while it runs a rule: turn it on to trace each operation.
+    with call.recorder:
         p, q = _pre_activations(input, hx, *weights, **named)
         return activation(p + q)
 

@@ -51,7 +51,7 @@ class _Layer(torch.autograd.Function):
         Args:
             kind: kind of layer, a key of `RECURSIONS`.
             x: input of all steps [t, n, f].
-            zeros: zeros [t, n, g], whose gradient is δ, the cotangent of the gates'
+            zeros: not read: an argument whose gradient [t, n, g] is δ, the cotangent of the gates'
                 pre-activations; None if δ is not wanted.
             w: weight W [g, f] of the input.
             u: weight U [g, h] of the state.
@@ -110,9 +110,8 @@ class _Layer(torch.autograd.Function):
         dc = further[0] if ctx.has_cell_state else None
         # delta is the cotangent of the gates' pre-activations p = W x + b, and of `zeros`.
         delta, dstate = RECURSIONS[ctx.kind].pull(tuple(coefficients), u, dh, dc)
-        dx = None
-        if ctx.needs_input_grad[1]:
-            dx = _apply_linear(delta, w.t(), None)
+        needs_dx = ctx.needs_input_grad[1]
+        dx = _apply_linear(delta, w.t(), None) if needs_dx else None
         return None, dx, delta, None, None, None, None, *dstate
 
     @staticmethod
@@ -222,7 +221,10 @@ class OneWay:
     weights: Sequence[Tensor]
 
     def __call__(
-        self, x: Float[Tensor, "t n f"], state: State, zeros: Gates | None = None
+        self,
+        x: Float[Tensor, "t n f"],
+        state: State,
+        zeros: Gates | None = None,
     ) -> tuple[Tensor, State, Coefficients]:
         """Run all steps of the layer.
 
@@ -246,6 +248,7 @@ class OneWay:
         else:
             # In other layers b and b' just add.
             b, b_state = biases[0] + biases[1], None
+        # torch declares no types for `apply`.
         apply: Callable[..., Any] = _Layer.apply
         h, *further = apply(self.kind, x, zeros, w, u, b, b_state, *state)
         # An LSTM returns c as well, before the coefficients.
@@ -344,7 +347,7 @@ def run_layers(
 def _run_without_coefficients(
     one_way: OneWay, x: Float[Tensor, "t n f"], state: State
 ) -> tuple[Tensor, State]:
-    """Run one layer in one direction, as `run_layers` needs it for forward-mode differentiation.
+    """Run one layer in one direction, and drop the coefficients, which forward mode does not need.
 
     Args:
         one_way: the layer.

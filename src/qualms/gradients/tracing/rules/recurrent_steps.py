@@ -82,7 +82,10 @@ def state_scale(kind: str, coefficients: Coefficients) -> Float[Tensor, "t n g"]
 
 
 def _lstm_run(
-    p: Gates, weight: Tensor, bias: Tensor | None, state: State
+    p: Gates,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: State,
 ) -> tuple[Hidden, State, Coefficients]:
     """Run all steps of an LSTM: c = f c' + i g, h = o tanh c.
 
@@ -108,6 +111,7 @@ def _lstm_run(
     all_c = p.new_empty(len(p), *c.shape)
     for p_t, gates_t, h_t, c_t in zip(p, gates, all_h, all_c, strict=True):
         pre_activations = torch.addmm(p_t, h, transposed)
+        # σ for all four gates; then tanh overwrites that of g.
         torch.sigmoid(pre_activations, out=gates_t)
         i, f, g, o = gates_t.chunk(4, dim=1)
         torch.tanh(pre_activations[:, 2 * hidden : 3 * hidden], out=g)
@@ -126,7 +130,10 @@ def _lstm_run(
 
 
 def _lstm_pull(
-    coefficients: Coefficients, weight: Tensor, dh: Hidden, dc: Tensor | None
+    coefficients: Coefficients,
+    weight: Tensor,
+    dh: Hidden,
+    dc: Tensor | None,
 ) -> tuple[Gates, State]:
     """Pull cotangents back through all steps of an LSTM, last step first.
 
@@ -168,7 +175,10 @@ def _lstm_pull(
 
 
 def _lstm_push(
-    coefficients: Coefficients, weight: Tensor, dp: Gates, state: State
+    coefficients: Coefficients,
+    weight: Tensor,
+    dp: Gates,
+    state: State,
 ) -> tuple[Hidden, State]:
     """Push tangents (dotted) forward through all steps of an LSTM.
 
@@ -192,10 +202,9 @@ def _lstm_push(
     all_h_dot: list[Tensor] = []
     steps = zip(dp, gate_slopes.flatten(2), *state_slopes, strict=True)
     for dp_t, slopes, dh_dc, dc_dc in steps:
+        from_gates = torch.addmm(dp_t, h_dot, transposed) * slopes
         # The tangents of c from i, f and g, and of h from o.
-        from_i, from_f, from_g, from_o = (torch.addmm(dp_t, h_dot, transposed) * slopes).chunk(
-            4, dim=1
-        )
+        from_i, from_f, from_g, from_o = from_gates.chunk(4, dim=1)
         c_dot = torch.addcmul(from_i, dc_dc, c_dot) + (from_f + from_g)
         h_dot = torch.addcmul(from_o, dh_dc, c_dot)
         all_h_dot.append(h_dot)
@@ -206,7 +215,10 @@ def _lstm_push(
 
 
 def _gru_run(
-    p: Gates, weight: Tensor, bias: Tensor | None, state: State
+    p: Gates,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: State,
 ) -> tuple[Hidden, State, Coefficients]:
     """Run all steps of a GRU: h = (1 - z) n + z h'.
 
@@ -260,7 +272,10 @@ def _rnn_run(activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor], T
     """
 
     def run(
-        p: Gates, weight: Tensor, bias: Tensor | None, state: State
+        p: Gates,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: State,
     ) -> tuple[Hidden, State, Coefficients]:
         """Run all steps of an RNN: h = activation(p + U h'), with the state h' before a step.
 
@@ -301,7 +316,10 @@ def _relu_slope(h: Tensor) -> Tensor:
 
 
 def _gru_rnn_pull(
-    coefficients: Coefficients, weight: Tensor, dh: Hidden, dc: Tensor | None
+    coefficients: Coefficients,
+    weight: Tensor,
+    dh: Hidden,
+    dc: Tensor | None,
 ) -> tuple[Gates, State]:
     """Pull cotangents back through all steps of a GRU or RNN, last step first.
 
@@ -337,7 +355,10 @@ def _gru_rnn_pull(
 
 
 def _gru_rnn_push(
-    coefficients: Coefficients, weight: Tensor, dp: Gates, state: State
+    coefficients: Coefficients,
+    weight: Tensor,
+    dp: Gates,
+    state: State,
 ) -> tuple[Hidden, State]:
     """Push tangents (dotted) forward through all steps of a GRU or RNN.
 
@@ -371,12 +392,24 @@ def _gru_rnn_push(
 
 
 RECURSIONS = {
-    "lstm": Recursion(run=_lstm_run, pull=_lstm_pull, push=_lstm_push),
-    "gru": Recursion(run=_gru_run, pull=_gru_rnn_pull, push=_gru_rnn_push),
+    "lstm": Recursion(
+        run=_lstm_run,
+        pull=_lstm_pull,
+        push=_lstm_push,
+    ),
+    "gru": Recursion(
+        run=_gru_run,
+        pull=_gru_rnn_pull,
+        push=_gru_rnn_push,
+    ),
     "rnn_tanh": Recursion(
-        run=_rnn_run(torch.tanh, _tanh_slope), pull=_gru_rnn_pull, push=_gru_rnn_push
+        run=_rnn_run(torch.tanh, _tanh_slope),
+        pull=_gru_rnn_pull,
+        push=_gru_rnn_push,
     ),
     "rnn_relu": Recursion(
-        run=_rnn_run(torch.relu, _relu_slope), pull=_gru_rnn_pull, push=_gru_rnn_push
+        run=_rnn_run(torch.relu, _relu_slope),
+        pull=_gru_rnn_pull,
+        push=_gru_rnn_push,
     ),
 }

@@ -2,9 +2,9 @@
 
 A rule takes an `OpCall` and the operation's own arguments, runs the operation, adds a `GradFactor`
 for each parameter and returns the result. Where it does not cover the arguments, it returns
-`NotImplemented`, and the general path takes over; where rows cannot be separated, `NotBatchable`
-is raised. Any other exception is a bug. To cover a further operation: one function, one row in
-`RULES`, one case in the tests' model list.
+`NotImplemented`, and `OpCall.run_on_copies` takes over; where rows cannot be separated,
+`NotBatchable` is raised. Any other exception is a bug. To cover a further operation: one function,
+one row in `RULES`, one case in the tests' model list.
 """
 
 from collections.abc import Callable
@@ -70,8 +70,8 @@ RULES: dict[str, Rule] = {
     # arithmetic: `broadcast` for every name in `BROADCASTING`
 }
 
-# For operations in whose result no axis counts the rows, because values of the input decide where
-# an entry goes.
+# For operations whose result has no batch axis, because values of the input decide where an entry
+# goes.
 UNBATCHED_RULES: dict[str, Rule] = {
     "linear": unbatched_linear,
     "matmul": unbatched_matmul,
