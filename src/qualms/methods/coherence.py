@@ -228,7 +228,7 @@ class Coherence(Method):
         return min(classes, 2 + PAIRED + DRAWN)
 
     def _create_contrasts(self, context: BatchContext) -> ContrastedClasses:
-        """Create the directions that stand in for many classes; all batches share them."""
+        """Create the directions of a sample of the classes, for models with many classes."""
         return ContrastedClasses(
             names=("contrasted",),
             sizes=partial(guess_class_sizes, context.head_weight),

@@ -76,7 +76,8 @@ def scale_features(
         spreads: r, the `activation_spread` of each input.
     """
     b = 0.0 if bias is None else bias.double()
-    # r exceeds MAX_SPREAD only at percentiles that leave fewer than one feature in eighty.
+    # So that exp(r) does not overflow. r exceeds MAX_SPREAD only at percentiles that leave fewer
+    # than one feature in eighty.
     factors = spreads.clamp(max=MAX_SPREAD).exp()
     return (logits.double() - b) * factors[:, None] + b
 

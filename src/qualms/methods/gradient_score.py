@@ -242,15 +242,15 @@ class GradientPass:
         methods = tuple(m for m in context.model_context.gradient_methods if m.smooth == smooth)
         lambdas = [m.layers for m in methods if m.layers is not None]
         all_have_lambda = len(lambdas) == len(methods)
-        # The default applies if no score has this smoothing.
+        # `default` is for an empty list, if no score has this smoothing.
         return cls(methods, smooth, min(lambdas, default=None) if all_have_lambda else None)
 
     @classmethod
     def for_method(cls, method: GradientScore, context: BatchContext) -> "GradientPass":
         """Return the pass that computes a score.
 
-        The scorer's own methods share their pass. Any other method gets a pass of its own, which
-        skips no layers.
+        The scorer's own methods share their pass. Any other method gets a pass of its own, without
+        a λ, so it skips no layers.
         """
         if method in context.model_context.gradient_methods:
             return cls.of_scorer(context, method.smooth)
@@ -328,6 +328,7 @@ def _estimate_by_sketch(
     for m, blocks in block_estimates.items():
         values = torch.cat([block.values for block in blocks])
         errors = torch.cat([block.errors for block in blocks if block.errors is not None])
+        # A share s of a norm is about n·s of its n-th power.
         skipped_values = m.power * skipped_share * values
         estimates[m] = Estimate(values, torch.hypot(errors, skipped_values))
     return estimates
@@ -372,8 +373,8 @@ def _skip_early_layers(request: GradientRequest, cache: PlanCache) -> tuple[Grad
     """
     cut = find_layer_cut(request, cache)
     while cut is not None and cut.num_early:
-        # Measures all layers of an input now and then. If its early layers count too much, this is
-        # False and the cut has been changed to skip fewer layers, so it is tried again.
+        # Now and then, `confirm_blindly` measures all layers of an input. If its early layers count
+        # too much, it changes the cut to skip fewer layers and returns False: try again.
         if cut.confirm_blindly(request):
             return cut.narrow(request), cut.share
     return request, 0.0

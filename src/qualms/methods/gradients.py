@@ -308,7 +308,7 @@ class NEGrad(GradientScore):
 def confounding_label(
     gradient: Float[Tensor, "b p"],
 ) -> Float[Tensor, " b"]:
-    """Compute -‖∇θ L‖, with L the binary cross-entropy of the logits with every class on.
+    """Compute -‖∇θ L‖, with L the binary cross-entropy of the logits if every class is true.
 
     Args:
         gradient: ∇θ L of each input, over all p parameters.

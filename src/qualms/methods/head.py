@@ -107,6 +107,7 @@ class _LinearRecorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        # The input, weight, bias and result of each linear layer.
         self.calls: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
 
     def __torch_function__(

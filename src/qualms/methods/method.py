@@ -237,11 +237,11 @@ def estimate_scores(method: Method, context: BatchContext) -> Estimate:
 
 
 def _is_overridden(method: Method, name: str) -> bool:
-    """Whether a more derived class than the one that defines `estimate` defines `name`.
+    """Whether a class below the one that defines the method's `estimate` overrides `name`.
 
-    The class of `method` and its bases are searched in order; the first class that defines
-    `estimate` ends the search.
+    The inherited `estimate` may ignore such an override.
     """
+    # The class of the method first, then its bases.
     for kind in type(method).__mro__:
         if "estimate" in vars(kind):
             return False

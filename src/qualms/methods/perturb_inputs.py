@@ -84,7 +84,7 @@ class PerturbX(MonteCarlo):
             row_divergences.append(kl(log_q, context.log_probs[input_of_row]))
         # The rows of an input are consecutive: [inputs, 1 + draws].
         divergences = torch.cat(row_divergences).unflatten(0, (-1, self.draws + 1))
-        # The first row of each input is the input itself.
+        # The first row of each input is the unperturbed input itself.
         return divergences[:, 1:].mean(1)
 
     def in_units(self, scale: Scale) -> "PerturbX":
@@ -329,7 +329,7 @@ class ODIN(Method):
             QualmsError: if rounding removes the step from every input.
         """
         logits: list[Tensor] = []
-        is_lost = True
+        is_lost = True  # until a step changes an input
         for part in context.chunks_with_graph():
             sign = loss_gradient_sign(context, part, self.temperature)
             step = step_size(self.epsilon, sign, self.name, "epsilon") * sign

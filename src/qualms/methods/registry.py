@@ -196,7 +196,7 @@ def _parse_call(text: str, spec: str) -> tuple[str, list[float]]:
     match = re.fullmatch(r"([a-zA-Z_-]*)(?:\((.*)\))?", text)
     try:
         if match is None:
-            raise ValueError
+            raise ValueError  # as `float` does below for what is not a number
         name, inside = match[1], match[2]
         arguments = inside.split(",") if inside else []
         return name.lower().replace("_", "-"), [float(argument) for argument in arguments]

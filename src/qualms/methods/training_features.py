@@ -51,6 +51,7 @@ def training_features(context: BatchContext, method: str) -> TrainingFeatures:
         method: the name of the method, for the error if there is no training data.
     """
     model_context = context.model_context
+    # All methods share the features, so the key is no method.
     return model_context.get_or_compute(
         TrainingFeatures, lambda: _compute_features(context, method)
     )
@@ -58,6 +59,8 @@ def training_features(context: BatchContext, method: str) -> TrainingFeatures:
 
 def _compute_features(context: BatchContext, method: str) -> TrainingFeatures:
     """Run the model over all training inputs, in parts that fit the budget.
+
+    The predicted classes stand in for labels that are not given.
 
     Args:
         context: the context that holds the model and its training data.
@@ -279,6 +282,7 @@ def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Res
             "pass fewer dimensions."
         )
     bias = weight.new_zeros(len(weight)) if head.bias is None else head.bias.double()
+    # The features whose logits are zero, or as near to zero as possible.
     origin = -torch.linalg.pinv(weight) @ bias
     scatter = weight.new_zeros(width, width)
     for rows in training.features.split(ROWS):
@@ -303,10 +307,11 @@ def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Res
             f"these {len(training.features)} do not; pass more training inputs, or fewer "
             "dimensions."
         )
-    largest = float(training.max_logits.double().mean())
-    if largest <= 0:
+    mean_largest = float(training.max_logits.double().mean())
+    if mean_largest <= 0:
         raise QualmsError(
-            f"the mean of the training inputs' largest logits is {largest:.3g}, but vim needs a "
+            f"the mean of the training inputs' largest logits is {mean_largest:.3g}, but vim needs a "
             "positive one to scale its virtual logit; use knn, mahalanobis or energy."
         )
-    return Residual(origin, directions, alpha=largest / float(mean_norm))
+    # On average the virtual logit is then as large as the largest logit.
+    return Residual(origin, directions, alpha=mean_largest / float(mean_norm))
