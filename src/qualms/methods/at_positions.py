@@ -108,7 +108,11 @@ def groups_of(
     return groups
 
 
-def position_blocks(num_positions: int, num_classes: int, num_tangents: int = 1) -> list[slice]:
+def position_blocks(
+    num_positions: int,
+    num_classes: int,
+    num_tangents: int = 1,
+) -> list[slice]:
     """Split positions into blocks, each so small that its projections take 32 MiB at most.
 
     Args:
@@ -261,7 +265,11 @@ class TangentSums:
         self.mean[direction][block] += row_projections / self.rows
         return self.mean[direction][block]
 
-    def _add_squares(self, block: slice, projections: Mapping[str, Float[Tensor, "n g m"]]) -> None:
+    def _add_squares(
+        self,
+        block: slice,
+        projections: Mapping[str, Float[Tensor, "n g m"]],
+    ) -> None:
         """Add up squared projections over tangents, for the norms in scores with power 1.
 
         Args:

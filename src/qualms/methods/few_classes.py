@@ -205,7 +205,12 @@ class ClassSums:
             # The engine's own logits decide the draw. If inputs influence each other it runs each
             # input alone, and these logits differ from those of the plain forward pass.
             sizes = _create_size_function(self.methods, self.head)
-            sample = SampledClasses(("drawn",), sizes=sizes, num_drawn=number, seed=seed)
+            sample = SampledClasses(
+                ("drawn",),
+                sizes=sizes,
+                num_drawn=number,
+                seed=seed,
+            )
             table = self._measure_norms(index, sample)
             # Draws the engine's classes again: the same logits give the same draw.
             classes, chances = sample.draw(table.logits)
@@ -218,7 +223,11 @@ class ClassSums:
         tally.add(index, classes, chances, self._compute_terms(table, classes), spreads)
         return table
 
-    def _measure_norms(self, index: Int[Tensor, " n"], directions: Directions) -> LayerTable:
+    def _measure_norms(
+        self,
+        index: Int[Tensor, " n"],
+        directions: Directions,
+    ) -> LayerTable:
         """Compute the gradient norms of some inputs along given directions.
 
         Args:
@@ -309,7 +318,12 @@ def layer_sums_by_few_classes(
     """
     sizes = _create_size_function([method], head)
     seed = request.settings.seed
-    sample = SampledClasses(("drawn",), sizes=sizes, num_drawn=FOR_LAYERS, seed=seed)
+    sample = SampledClasses(
+        ("drawn",),
+        sizes=sizes,
+        num_drawn=FOR_LAYERS,
+        seed=seed,
+    )
     table = layer_table([replace(request, directions=sample)], cache)
     # Draws the engine's classes again: the same logits give the same draw.
     classes, chances = sample.draw(table.logits)

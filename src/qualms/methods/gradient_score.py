@@ -57,7 +57,10 @@ def _require_smoothing(value: Any) -> Smoothing | None:
 SMOOTHING = Rule("a qualms.Smoothing, or None", _require_smoothing)
 
 
-def weighted_sum(norms: Float[Tensor, "b m"], weights: Float[Tensor, "b m"]) -> Float[Tensor, " b"]:
+def weighted_sum(
+    norms: Float[Tensor, "b m"],
+    weights: Float[Tensor, "b m"],
+) -> Float[Tensor, " b"]:
     """Compute Σ_m w_m n_m of each input.
 
     Args:
@@ -232,7 +235,11 @@ class GradientPass:
     lam: float | None
 
     @classmethod
-    def of_scorer(cls, context: BatchContext, smooth: Smoothing | None) -> "GradientPass":
+    def of_scorer(
+        cls,
+        context: BatchContext,
+        smooth: Smoothing | None,
+    ) -> "GradientPass":
         """Create the pass that is shared by all gradient scores of the scorer with this smoothing.
 
         Args:
@@ -246,7 +253,11 @@ class GradientPass:
         return cls(methods, smooth, min(lambdas, default=None) if all_have_lambda else None)
 
     @classmethod
-    def for_method(cls, method: GradientScore, context: BatchContext) -> "GradientPass":
+    def for_method(
+        cls,
+        method: GradientScore,
+        context: BatchContext,
+    ) -> "GradientPass":
         """Return the pass that computes a score.
 
         The scorer's own methods share their pass. Any other method gets a pass of its own, without
@@ -360,7 +371,10 @@ def _estimate_from_projections(
     return Estimate(values, projections.weighted_error(norms, derivatives))
 
 
-def _skip_early_layers(request: GradientRequest, cache: PlanCache) -> tuple[GradientRequest, float]:
+def _skip_early_layers(
+    request: GradientRequest,
+    cache: PlanCache,
+) -> tuple[GradientRequest, float]:
     """Restrict a request to the late layers, if the tolerance allows skipping the early ones.
 
     Args:

@@ -464,7 +464,10 @@ def _eigendecompose(
     return torch.where(values > rounding, values, 0.0), vectors
 
 
-def _append_one(features: Float[Tensor, "n f"], has_bias: bool) -> Float64[Tensor, "n k"]:
+def _append_one(
+    features: Float[Tensor, "n f"],
+    has_bias: bool,
+) -> Float64[Tensor, "n k"]:
     """Convert features to float64, and append a column of ones if the head has a bias.
 
     k = f + 1 with a bias, else f.

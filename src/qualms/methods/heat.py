@@ -53,7 +53,10 @@ COLDEST, HOTTEST = 1e-6, 1e6  # the bounds of the temperature
 SMALLEST = 1e-300
 
 
-def log_heat(logits: Float[Tensor, "b c"], temperature: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+def log_heat(
+    logits: Float[Tensor, "b c"],
+    temperature: Float[Tensor, " b"],
+) -> Float[Tensor, " b"]:
     """Compute log(T · H(softmax(z / T))), accurate even if a class has probability 1 - 1e-300.
 
     H is the entropy. With u_c = (z_c - max z) / T ≤ 0 and s = Σ exp u_c over all classes but the
@@ -222,7 +225,11 @@ class Heat(Method):
                 units[shapes] = self._measure_unit(context, first_unit)
         return units[shapes]
 
-    def _measure_unit(self, context: BatchContext, first_unit: Unit | None) -> Unit:
+    def _measure_unit(
+        self,
+        context: BatchContext,
+        first_unit: Unit | None,
+    ) -> Unit:
         """Measure ρ₀, the geometric mean of ρ over inputs of noise; or find that T is always 1.
 
         Args:

@@ -264,7 +264,13 @@ def convert_noise(noise: Noise, scale: Scale) -> Noise:
 class NotFinite(QualmsError):
     """Raised if a score is infinite or NaN in the dtype that scores are returned in."""
 
-    def __init__(self, method: str, number: int, score: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        method: str,
+        number: int,
+        score: float,
+        dtype: torch.dtype,
+    ) -> None:
         """Write the error message.
 
         Args:

@@ -71,7 +71,13 @@ def scale_noise(batch: Batch, times: float, seed: int) -> ModelInput:
     return ModelInput(batch, embedding_noise=draw_noise)
 
 
-def _fill_argument(name: str, t: Tensor, number: int, seed: int, method: str) -> Tensor:
+def _fill_argument(
+    name: str,
+    t: Tensor,
+    number: int,
+    seed: int,
+    method: str,
+) -> Tensor:
     """Create a neutral value for an argument of the model other than the first.
 
     Args:

@@ -40,7 +40,10 @@ from qualms.parameters import NOISE, POSITIVE, whole
 from qualms.random import generator
 
 
-def perturb_x(log_q: Float[Tensor, "b n c"], log_p: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+def perturb_x(
+    log_q: Float[Tensor, "b n c"],
+    log_p: Float[Tensor, "b c"],
+) -> Float[Tensor, " b"]:
     """Perturb x: E_n KL(q_n ‖ p), q_n the prediction for the n-th perturbed input.
 
     Args:
@@ -253,7 +256,11 @@ class MCAA(MonteCarlo):
 
         return information_over_draws(context, self.draws, log_probs, max_inputs)
 
-    def _draw_uniform(self, context: BatchContext, block: slice) -> Float[Tensor, "b n"]:
+    def _draw_uniform(
+        self,
+        context: BatchContext,
+        block: slice,
+    ) -> Float[Tensor, "b n"]:
         """Draw n = `draws` uniform numbers in [0, 1) for each input of a block.
 
         The numbers of an input depend on the seed and the number of this input alone.
@@ -272,7 +279,10 @@ class MCAA(MonteCarlo):
         return replace(self, a=convert_noise(self.a, scale))
 
 
-def odin(logits: Float[Tensor, "b c"], temperature: float = 1000.0) -> Float[Tensor, " b"]:
+def odin(
+    logits: Float[Tensor, "b c"],
+    temperature: float = 1000.0,
+) -> Float[Tensor, " b"]:
     """ODIN: -(max_c log p_c + log C), with p = softmax(z / T) over C classes.
 
     The paper's score is max_c p_c. At the paper's temperature it differs from 1 / C only in the

@@ -148,7 +148,11 @@ def _count_method(method: Method, context: BatchContext) -> float:
     return method.extra_passes
 
 
-def _count_late_gradients(context: BatchContext, names: Iterable[str], directions: int) -> float:
+def _count_late_gradients(
+    context: BatchContext,
+    names: Iterable[str],
+    directions: int,
+) -> float:
     """Count the cost, in forward passes, of gradients with respect to some late parameters.
 
     There is one forward pass, and one backward pass for each direction, which stops at the first of
@@ -164,7 +168,10 @@ def _count_late_gradients(context: BatchContext, names: Iterable[str], direction
     return count_row_passes(request, directions, context.model_context.cache, frozenset(names))
 
 
-def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) -> float:
+def _count_gradients(
+    context: BatchContext,
+    methods: Sequence[GradientScore],
+) -> float:
     """Count the cost, in forward passes, of gradient scores that share one smoothing, for one input.
 
     Args:

@@ -70,7 +70,10 @@ def vector_lengths(features: Float[Tensor, "n f"]) -> Float64[Tensor, " n"]:
     return torch.cat([rows.double().norm(dim=-1) for rows in features.split(ROWS)])
 
 
-def to_unit(features: Float[Tensor, "n f"], lengths: Float64[Tensor, " n"]) -> Float[Tensor, "n f"]:
+def to_unit(
+    features: Float[Tensor, "n f"],
+    lengths: Float64[Tensor, " n"],
+) -> Float[Tensor, "n f"]:
     """Divide vectors by their lengths; a vector of zeros is returned unchanged."""
     divisors = torch.where(lengths > 0, lengths, 1.0)
     return (features.double() / divisors[:, None]).to(features)
@@ -150,7 +153,10 @@ class ClassGaussians:
     whitening: Float64[Tensor, "f r"]
 
 
-def mahalanobis(features: Float[Tensor, "b f"], classes: ClassGaussians) -> Float64[Tensor, " b"]:
+def mahalanobis(
+    features: Float[Tensor, "b f"],
+    classes: ClassGaussians,
+) -> Float64[Tensor, " b"]:
     """Compute min_c (h - μ_c)ᵀ Σ⁻¹ (h - μ_c), the squared Mahalanobis distance to the nearest class.
 
     It is computed as ‖Aᵀ(h - μ_c)‖², which is never negative.

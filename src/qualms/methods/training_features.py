@@ -87,7 +87,10 @@ def _compute_features(context: BatchContext, method: str) -> TrainingFeatures:
     )
 
 
-def _require_valid_labels(labels: Int[Tensor, " b"], classes: int) -> Int[Tensor, " b"]:
+def _require_valid_labels(
+    labels: Int[Tensor, " b"],
+    classes: int,
+) -> Int[Tensor, " b"]:
     """Return the labels unchanged; raise an error if one is not from 0 to `classes` - 1.
 
     Args:
@@ -262,7 +265,11 @@ def default_dimensions(width: int) -> int:
     return 512 if width >= 768 else width // 2
 
 
-def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Residual:
+def fit_residual(
+    training: TrainingFeatures,
+    head: Head,
+    dimensions: int,
+) -> Residual:
     """Fit ViM's residual to the training features, in double precision.
 
     Args:
