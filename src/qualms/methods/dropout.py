@@ -204,7 +204,11 @@ def _apply_masks(
         replay: is told when the first dropout layer runs, as results differ from there on.
     """
 
-    def apply_mask(layer: Any, _args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    def apply_mask(
+        layer: Any,
+        _args: tuple[Tensor, ...],
+        out: Tensor,
+    ) -> Tensor:
         """Apply dropout to the result of a dropout layer; a hook that runs after the layer."""
         replay.end_prefix()
         if out.shape[0] != rows:

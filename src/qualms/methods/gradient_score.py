@@ -291,7 +291,10 @@ def _layer_norms(
     return table, table.values[:, shared_pass.columns(method, context)].double()
 
 
-def _compute_exactly(method: GradientScore, context: BatchContext) -> Estimate:
+def _compute_exactly(
+    method: GradientScore,
+    context: BatchContext,
+) -> Estimate:
     """Compute the score from exact norms; its error is the share that skipped layers may add.
 
     If skipped layers hold a share s of a norm, they hold about n·s of its n-th power

@@ -394,7 +394,10 @@ def _sum_gauss_newton(
     return hessian.flatten(2).flatten(0, 1)
 
 
-def _invert_full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Full:
+def _invert_full(
+    hessian: Float64[Tensor, "p p"],
+    prior_precision: float,
+) -> Full:
     """Represent the covariance (H + δI)⁻¹ by the Cholesky factor of H + δI; overwrites H.
 
     Args:

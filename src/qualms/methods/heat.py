@@ -342,7 +342,10 @@ def feature_growth(noise: BatchContext) -> float:
     return float(log_growth.median().exp())
 
 
-def _head_of_logits(context: BatchContext, logits: Float[Tensor, "b c"]) -> Head:
+def _head_of_logits(
+    context: BatchContext,
+    logits: Float[Tensor, "b c"],
+) -> Head:
     """Return the head with the features from which an engine computed given logits.
 
     If the logits differ from those of the plain forward pass by more than rounding, inputs of a

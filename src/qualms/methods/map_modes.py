@@ -183,7 +183,12 @@ class _PoolingMode(TorchFunctionMode):
         return self._is_batch(t) and t.ndim == 4 and t.shape[2:].numel() > 1
 
 
-def _is_channels_last(func: Any, axes: Any, maps: Tensor, vectors: Tensor) -> bool:
+def _is_channels_last(
+    func: Any,
+    axes: Any,
+    maps: Tensor,
+    vectors: Tensor,
+) -> bool:
     """Whether the channels of feature maps are on the last axis, judged by how they are pooled.
 
     Args:
@@ -194,7 +199,7 @@ def _is_channels_last(func: Any, axes: Any, maps: Tensor, vectors: Tensor) -> bo
         vectors: the result of the operation, one vector for each sample.
     """
     if _function_name(func) in REDUCTIONS and isinstance(axes, (tuple, list)):
-        # Negative axes count from the end.
+        # The two axes that are not channels. Negative axes count from the end.
         return {axis % 4 for axis in axes} == {1, 2}
     return _has_length_of_last_axis(maps.shape, vectors)
 
@@ -212,7 +217,11 @@ def _has_length_of_last_axis(map_shape: torch.Size, vectors: Tensor) -> bool:
     return length == map_shape[3] and length != map_shape[1]
 
 
-def _change_map(maps: Tensor, change: ChangeMap, is_channels_last: bool) -> Tensor:
+def _change_map(
+    maps: Tensor,
+    change: ChangeMap,
+    is_channels_last: bool,
+) -> Tensor:
     """Apply `change` to maps as [sample, channel, position], and restore their layout.
 
     Args:

@@ -236,8 +236,10 @@ class MCAA(MonteCarlo):
         model_context = context.model_context
         num_inputs = num_samples(context.batch)
         max_rows = model_context.rows_at_once(context.batch, num_inputs * self.draws)
+        # As many as fit with all their draws, and in the pass with a graph for the direction.
         max_inputs = min(
-            max(1, max_rows // self.draws), model_context.rows_with_graph(context.batch)
+            max(1, max_rows // self.draws),
+            model_context.rows_with_graph(context.batch),
         )
 
         def log_probs(block: slice) -> Iterator[Tensor]:

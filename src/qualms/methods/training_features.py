@@ -43,7 +43,10 @@ class TrainingFeatures:
     labels: Int[Tensor, " n"]
 
 
-def training_features(context: BatchContext, method: str) -> TrainingFeatures:
+def training_features(
+    context: BatchContext,
+    method: str,
+) -> TrainingFeatures:
     """Return the features of all training inputs; computed at the first call for a model.
 
     Args:
@@ -57,7 +60,10 @@ def training_features(context: BatchContext, method: str) -> TrainingFeatures:
     )
 
 
-def _compute_features(context: BatchContext, method: str) -> TrainingFeatures:
+def _compute_features(
+    context: BatchContext,
+    method: str,
+) -> TrainingFeatures:
     """Run the model over all training inputs, in parts that fit the budget.
 
     The predicted classes stand in for labels that are not given.
@@ -314,11 +320,11 @@ def fit_residual(
             f"these {len(training.features)} do not; pass more training inputs, or fewer "
             "dimensions."
         )
-    mean_largest = float(training.max_logits.double().mean())
-    if mean_largest <= 0:
+    mean_max = float(training.max_logits.double().mean())
+    if mean_max <= 0:
         raise QualmsError(
-            f"the mean of the training inputs' largest logits is {mean_largest:.3g}, but vim needs a "
+            f"the mean of the training inputs' largest logits is {mean_max:.3g}, but vim needs a "
             "positive one to scale its virtual logit; use knn, mahalanobis or energy."
         )
     # On average the virtual logit is then as large as the largest logit.
-    return Residual(origin, directions, alpha=mean_largest / float(mean_norm))
+    return Residual(origin, directions, alpha=mean_max / float(mean_norm))
