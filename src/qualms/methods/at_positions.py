@@ -108,7 +108,11 @@ def groups_of(
     return groups
 
 
-def position_blocks(num_positions: int, num_classes: int, num_tangents: int = 1) -> list[slice]:
+def position_blocks(
+    num_positions: int,
+    num_classes: int,
+    num_tangents: int = 1,
+) -> list[slice]:
     """Split positions into blocks, each so small that its projections take 32 MiB at most.
 
     Args:
@@ -191,8 +195,9 @@ class TangentSums:
     def add(self, products: PositionProducts) -> None:
         """Add the products J s of some tangents s, with J the derivative of the logits of one row.
 
-        The caller adds all rows of the same tangents one after the other, row 0 first. Projections
-        are averaged over the rows; at the last row, the means are added to the sums over tangents.
+        A row is the input (row 0) or a perturbed copy of it. The caller adds all rows of the same
+        tangents one after the other, row 0 first. Projections are averaged over the rows; at the
+        last row, the means are squared and added to the sums over tangents.
 
         Args:
             products: the products, with the index and the logits of the row.
@@ -217,6 +222,7 @@ class TangentSums:
                 projections[direction] = self._average_rows(
                     direction, block, products.logits[block], block_products
                 )
+            # The means are not complete before the last row.
             if not is_last_row:
                 continue
             self._add_squares(block, projections)
@@ -259,13 +265,17 @@ class TangentSums:
         self.mean[direction][block] += row_projections / self.rows
         return self.mean[direction][block]
 
-    def _add_squares(self, block: slice, projections: Mapping[str, Float[Tensor, "n g m"]]) -> None:
-        """Add the squared projections at a block of positions to `squares`, summed over tangents.
+    def _add_squares(
+        self,
+        block: slice,
+        projections: Mapping[str, Float[Tensor, "n g m"]],
+    ) -> None:
+        """Add up squared projections over tangents, for the norms in scores with power 1.
 
         Args:
             block: n of the positions.
             projections: a dict from the name of a set of m directions to the projections g_m·s of
-                the gradients at these positions on g tangents s.
+                the gradients at these positions on g new tangents s.
         """
         for direction in self.linear_directions:
             squares = projections[direction].square().sum(1)  # [n, m]
@@ -281,6 +291,7 @@ class TangentSums:
                 )
             self.squares[direction][block] += squares.to(self.squares[direction])
             if direction == "classes":
+                # Summed in double precision too, as tiny ones become zero in float32.
                 assert self.likeliest is not None
                 self.likeliest_squares[block] += squares.gather(-1, self.likeliest[block])
 
@@ -376,6 +387,7 @@ class TangentSums:
         Returns:
             One number for the whole input; None without targets.
         """
+        # Targets are negative at positions that have none.
         num_targets = 0 if self.targets is None else int((self.targets >= 0).sum())
         if num_targets == 0:
             return None

@@ -47,7 +47,10 @@ TINY = torch.finfo(torch.double).tiny
 LOGITS = Directions(("logits",))
 
 
-def coherence(logits: Float[Tensor, "b c"], gram: Float[Tensor, "b c c"]) -> Float[Tensor, " b"]:
+def coherence(
+    logits: Float[Tensor, "b c"],
+    gram: Float[Tensor, "b c c"],
+) -> Float[Tensor, " b"]:
     """Compute κ⁴ Σ_c sqrt(p_c) ‖g_c‖ / sqrt(Z), with Z = Σ_c exp z_c.
 
     κ is the `collinearity` of the gradients of the logits, g_c the gradient of log p_c.
@@ -228,7 +231,7 @@ class Coherence(Method):
         return min(classes, 2 + PAIRED + DRAWN)
 
     def _create_contrasts(self, context: BatchContext) -> ContrastedClasses:
-        """Create the directions that stand in for many classes; all batches share them."""
+        """Create the directions of a sample of the classes, for models with many classes."""
         return ContrastedClasses(
             names=("contrasted",),
             sizes=partial(guess_class_sizes, context.head_weight),

@@ -210,7 +210,7 @@ class BatchContext:
 
     @property
     def seed(self) -> int:
-        """The seed; with the number of an input, it decides every random draw."""
+        """The seed on which all random draws depend."""
         return self.model_context.settings.seed
 
     @property
@@ -317,7 +317,8 @@ class BatchContext:
             settings=self.model_context.settings,
             directions=directions,
             smoothing=smooth,
-            # They were computed in other groups of inputs than the engine's.
+            # The engine compares its own logits with these, which were computed in other groups of
+            # inputs: a difference shows that inputs of a batch influence each other.
             known_logits=self.known_logits,
             smallest_lambda=lam,
         )
@@ -378,7 +379,7 @@ class BatchContext:
             # All other settings, such as a sketch or a tolerance, keep their exact defaults.
             settings = Settings(
                 granularity=granularity,
-                params=params.__contains__,
+                params=params.__contains__,  # selects parameters by name
                 budget=context_settings.budget,
                 batch_size=context_settings.batch_size,
             )
@@ -415,6 +416,7 @@ class BatchContext:
         first_row = 0
         for block in slices(num_inputs, max(1, max_rows // rows_per_input)):
             samples = take_samples(self.batch, block)
+            # With the seed, the number of an input decides its noise.
             numbers = self.numbers[block]
             for rows in perturbed_in_parts(samples, noise, numbers, self.seed, max_rows):
                 log_q = log_softmax(self.forward(rows).double())

@@ -52,7 +52,10 @@ def log_sum_of_others(
     return log_p.scatter(-1, best, -torch.inf).logsumexp(-1, keepdim=True)
 
 
-def kl(log_q: Float[Tensor, "... c"], log_p: Float[Tensor, "... c"]) -> Float[Tensor, "..."]:
+def kl(
+    log_q: Float[Tensor, "... c"],
+    log_p: Float[Tensor, "... c"],
+) -> Float[Tensor, "..."]:
     """Compute KL(q ‖ p) = Σ_c q_c log(q_c / p_c).
 
     It is computed as Σ_c (q_c log(q_c / p_c) - q_c + p_c), in which no term is negative, so that
@@ -74,7 +77,10 @@ def distance_from_uniform(logits: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
     return differences.abs().sum(-1)
 
 
-def expected_kl(log_q: Float[Tensor, "b n c"], log_p: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+def expected_kl(
+    log_q: Float[Tensor, "b n c"],
+    log_p: Float[Tensor, "b c"],
+) -> Float[Tensor, " b"]:
     """Compute E_n KL(q_n ‖ p), the mean divergence over the draws n.
 
     Args:

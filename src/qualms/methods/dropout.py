@@ -146,13 +146,14 @@ class MCDropout(MonteCarlo):
         def log_probs(block: slice) -> Iterator[Tensor]:
             """Yield log p of a block of inputs for one draw after the other, [b, 1, c]."""
             part = take_samples(context.batch, block)
+            # All draws share what the model computes before its first dropout layer.
             replay = _Replay()
             for draw in range(self.draws):
                 logits = _forward_with_dropout(context, layers, part, draw, replay)
                 yield log_softmax(logits.double())[:, None]  # [b, 1, c]: one draw
 
         def run_first_draw(rows: Batch) -> Tensor:
-            """Run a forward pass that is recorded, so that its memory can be measured."""
+            """Run the first draw, whose memory is measured: it keeps results for later draws."""
             return _forward_with_dropout(context, layers, rows, 0, _Replay())
 
         model_context, batch = context.model_context, context.batch
@@ -200,10 +201,14 @@ def _apply_masks(
         layers: the dropout layers.
         rows: the number of inputs in the batch.
         noise: the generator from which masks are drawn.
-        replay: is told when the first dropout layer runs, as operations differ from there on.
+        replay: is told when the first dropout layer runs, as results differ from there on.
     """
 
-    def apply_mask(layer: Any, _args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    def apply_mask(
+        layer: Any,
+        _args: tuple[Tensor, ...],
+        out: Tensor,
+    ) -> Tensor:
         """Apply dropout to the result of a dropout layer; a hook that runs after the layer."""
         replay.end_prefix()
         if out.shape[0] != rows:
@@ -249,7 +254,10 @@ class _Replay:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Inside, record a forward pass, or reuse the recorded results up to `end_prefix`."""
+        """Inside, a forward pass reuses the results of the first one, up to `end_prefix`.
+
+        The first pass keeps these results.
+        """
         self._mode = _ReplayMode(self.results) if self._is_reusable else None
         if self._mode is None:
             yield
@@ -264,7 +272,7 @@ class _Replay:
             self.results = None
 
     def end_prefix(self) -> None:
-        """Declare that from here on operations differ from run to run.
+        """Declare that from here on results differ from run to run, so they are not reused.
 
         Only the first call in a run has an effect.
         """
@@ -272,6 +280,7 @@ class _Replay:
             self._mode.is_prefix = False
             is_first_run = self.results is None
             if is_first_run:
+                # To see later whether an operation has changed a result in place.
                 self._versions = _version_counters(self._mode.results)
 
 
@@ -293,6 +302,7 @@ class _ReplayMode(TorchFunctionMode):
         super().__init__()
         self.recorded = recorded
         self.results: list[Any] = []
+        # Becomes False at the first dropout layer.
         self.is_prefix = True
 
     def __torch_function__(
@@ -302,9 +312,10 @@ class _ReplayMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and record its result, or return its result from the first run.
+        """Run an operation and keep its result; in later runs, return the kept one instead.
 
-        After the prefix, operations run and nothing is recorded.
+        This holds up to the first dropout layer. From there on operations just run, as their
+        results differ from draw to draw.
 
         Args:
             func: the operation.

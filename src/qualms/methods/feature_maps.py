@@ -172,7 +172,7 @@ class GAIA(Method):
 
 
 def _densities_vary(context: BatchContext, has_flat: bool) -> bool:
-    """Whether the densities of gradients differ between inputs of noise, so that they can inform.
+    """Whether the densities of gradients differ between inputs of noise; else GAIA is no use.
 
     Args:
         context: real inputs, whose shape the noise gets.

@@ -45,7 +45,10 @@ def largest_features(
     return torch.topk(features, num_selected, dim=1)
 
 
-def activation_spread(features: Float[Tensor, "b f"], percentile: float) -> Float[Tensor, " b"]:
+def activation_spread(
+    features: Float[Tensor, "b f"],
+    percentile: float,
+) -> Float[Tensor, " b"]:
     """Compute r: the sum of all features of an input, divided by that of the largest ones.
 
     Negative features count as zero, so r is at least 1 and finite. It is 1 without a positive
@@ -76,7 +79,8 @@ def scale_features(
         spreads: r, the `activation_spread` of each input.
     """
     b = 0.0 if bias is None else bias.double()
-    # r exceeds MAX_SPREAD only at percentiles that leave fewer than one feature in eighty.
+    # So that exp(r) does not overflow. r exceeds MAX_SPREAD only at percentiles that leave fewer
+    # than one feature in eighty.
     factors = spreads.clamp(max=MAX_SPREAD).exp()
     return (logits.double() - b) * factors[:, None] + b
 
@@ -135,7 +139,10 @@ class SCALE(Method):
         return scale(context.logits, head.bias, head.features, self.percentile)
 
 
-def prune_features(features: Float[Tensor, "b f"], percentile: float) -> Float[Tensor, "b f"]:
+def prune_features(
+    features: Float[Tensor, "b f"],
+    percentile: float,
+) -> Float[Tensor, "b f"]:
     """Keep the features of each input above a percentile, at least one; set the others to zero."""
     values, index = largest_features(features, percentile)
     return torch.zeros_like(features).scatter(1, index, values)
@@ -312,7 +319,10 @@ def row_space(weight: Float[Tensor, "c f"]) -> Float[Tensor, "r f"]:
     return basis
 
 
-def clafr(features: Float[Tensor, "b f"], basis: Float[Tensor, "r f"]) -> Float[Tensor, " b"]:
+def clafr(
+    features: Float[Tensor, "b f"],
+    basis: Float[Tensor, "r f"],
+) -> Float[Tensor, " b"]:
     """ClaFR: ‖h - V Vᵀ h‖ / ‖h‖, the share of the norm outside of a subspace; 0 for a zero vector.
 
     Args:

@@ -92,7 +92,7 @@ class ClassSums:
 
     @property
     def powers(self) -> Float[Tensor, "m 1"]:
-        """The power of the gradient norms in each of the m methods, as a column."""
+        """The power of the gradient norms in each of the m methods, as a column to broadcast."""
         return torch.tensor([[float(m.power)] for m in self.methods], dtype=torch.double)
 
     def choose_first_numbers(self, logits: Float[Tensor, "b c"]) -> Int[Tensor, " b"]:
@@ -205,19 +205,29 @@ class ClassSums:
             # The engine's own logits decide the draw. If inputs influence each other it runs each
             # input alone, and these logits differ from those of the plain forward pass.
             sizes = _create_size_function(self.methods, self.head)
-            sample = SampledClasses(("drawn",), sizes=sizes, num_drawn=number, seed=seed)
+            sample = SampledClasses(
+                ("drawn",),
+                sizes=sizes,
+                num_drawn=number,
+                seed=seed,
+            )
             table = self._measure_norms(index, sample)
-            # The classes that the engine has drawn: the same logits give the same draw.
+            # Draws the engine's classes again: the same logits give the same draw.
             classes, chances = sample.draw(table.logits)
             tally.sizes[index] = self.guess_sizes(table.logits)
         else:
             classes, chances = tally.draw(index, number, generator(seed, STREAM, round_index))
             table = self._measure_norms(index, ChosenClasses(("drawn",), classes))
+        # The spread of norms, times n, is about that of their n-th powers.
         spreads = self.powers.to(chances) * self.spread
         tally.add(index, classes, chances, self._compute_terms(table, classes), spreads)
         return table
 
-    def _measure_norms(self, index: Int[Tensor, " n"], directions: Directions) -> LayerTable:
+    def _measure_norms(
+        self,
+        index: Int[Tensor, " n"],
+        directions: Directions,
+    ) -> LayerTable:
         """Compute the gradient norms of some inputs along given directions.
 
         Args:
@@ -253,7 +263,7 @@ class ClassSums:
         tally: Tally,
         left_out: float,
     ) -> tuple[Float[Tensor, "m n"], Float[Tensor, "m n"], Int[Tensor, " n"]]:
-        """Compare the errors of some inputs with the tolerance.
+        """Compute sums and errors of some inputs, and how many further classes these still need.
 
         Args:
             index: the indices of the n inputs in the batch.
@@ -262,7 +272,7 @@ class ClassSums:
 
         Returns:
             The sums by m methods, their errors, and how many further classes to measure for each
-            input; 0 if its errors are within the tolerance.
+            input; 0 if all classes are measured, or if its errors are within the tolerance.
         """
         num_classes = tally.sizes.shape[1]
         values, sampling_errors = tally.total(index)
@@ -292,7 +302,7 @@ def layer_sums_by_few_classes(
     cache: PlanCache,
     head: Float[Tensor, "c d"] | None,
 ) -> tuple[list[str], Float[Tensor, "b l"]]:
-    """Estimate Σ_c w_c ‖g_cl‖ⁿ of every layer l from a few classes c: enough for a bar chart.
+    """Estimate Σ_c w_c ‖g_cl‖ⁿ of every layer l roughly, from `FOR_LAYERS` drawn classes c.
 
     g_cl is the part of the gradient of log p_c that belongs to layer l, w_c the weight of the class
     in the score, and n the power of the score.
@@ -308,9 +318,14 @@ def layer_sums_by_few_classes(
     """
     sizes = _create_size_function([method], head)
     seed = request.settings.seed
-    sample = SampledClasses(("drawn",), sizes=sizes, num_drawn=FOR_LAYERS, seed=seed)
+    sample = SampledClasses(
+        ("drawn",),
+        sizes=sizes,
+        num_drawn=FOR_LAYERS,
+        seed=seed,
+    )
     table = layer_table([replace(request, directions=sample)], cache)
-    # The classes that the engine has drawn: the same logits give the same draw.
+    # Draws the engine's classes again: the same logits give the same draw.
     classes, chances = sample.draw(table.logits)
     # Divided by its chance of being drawn, each class also stands for classes that were not drawn.
     weights = method.weights_at(table.logits).gather(-1, classes) / chances.clamp_min(TINY)

@@ -57,7 +57,10 @@ def _require_smoothing(value: Any) -> Smoothing | None:
 SMOOTHING = Rule("a qualms.Smoothing, or None", _require_smoothing)
 
 
-def weighted_sum(norms: Float[Tensor, "b m"], weights: Float[Tensor, "b m"]) -> Float[Tensor, " b"]:
+def weighted_sum(
+    norms: Float[Tensor, "b m"],
+    weights: Float[Tensor, "b m"],
+) -> Float[Tensor, " b"]:
     """Compute Σ_m w_m n_m of each input.
 
     Args:
@@ -232,7 +235,11 @@ class GradientPass:
     lam: float | None
 
     @classmethod
-    def of_scorer(cls, context: BatchContext, smooth: Smoothing | None) -> "GradientPass":
+    def of_scorer(
+        cls,
+        context: BatchContext,
+        smooth: Smoothing | None,
+    ) -> "GradientPass":
         """Create the pass that is shared by all gradient scores of the scorer with this smoothing.
 
         Args:
@@ -242,15 +249,19 @@ class GradientPass:
         methods = tuple(m for m in context.model_context.gradient_methods if m.smooth == smooth)
         lambdas = [m.layers for m in methods if m.layers is not None]
         all_have_lambda = len(lambdas) == len(methods)
-        # The default applies if no score has this smoothing.
+        # `default` is for an empty list, if no score has this smoothing.
         return cls(methods, smooth, min(lambdas, default=None) if all_have_lambda else None)
 
     @classmethod
-    def for_method(cls, method: GradientScore, context: BatchContext) -> "GradientPass":
+    def for_method(
+        cls,
+        method: GradientScore,
+        context: BatchContext,
+    ) -> "GradientPass":
         """Return the pass that computes a score.
 
-        The scorer's own methods share their pass. Any other method gets a pass of its own, which
-        skips no layers.
+        The scorer's own methods share their pass. Any other method gets a pass of its own, without
+        a λ, so it skips no layers.
         """
         if method in context.model_context.gradient_methods:
             return cls.of_scorer(context, method.smooth)
@@ -280,7 +291,10 @@ def _layer_norms(
     return table, table.values[:, shared_pass.columns(method, context)].double()
 
 
-def _compute_exactly(method: GradientScore, context: BatchContext) -> Estimate:
+def _compute_exactly(
+    method: GradientScore,
+    context: BatchContext,
+) -> Estimate:
     """Compute the score from exact norms; its error is the share that skipped layers may add.
 
     If skipped layers hold a share s of a norm, they hold about n·s of its n-th power
@@ -328,6 +342,7 @@ def _estimate_by_sketch(
     for m, blocks in block_estimates.items():
         values = torch.cat([block.values for block in blocks])
         errors = torch.cat([block.errors for block in blocks if block.errors is not None])
+        # A share s of a norm is about n·s of its n-th power.
         skipped_values = m.power * skipped_share * values
         estimates[m] = Estimate(values, torch.hypot(errors, skipped_values))
     return estimates
@@ -359,7 +374,10 @@ def _estimate_from_projections(
     return Estimate(values, projections.weighted_error(norms, derivatives))
 
 
-def _skip_early_layers(request: GradientRequest, cache: PlanCache) -> tuple[GradientRequest, float]:
+def _skip_early_layers(
+    request: GradientRequest,
+    cache: PlanCache,
+) -> tuple[GradientRequest, float]:
     """Restrict a request to the late layers, if the tolerance allows skipping the early ones.
 
     Args:
@@ -372,8 +390,8 @@ def _skip_early_layers(request: GradientRequest, cache: PlanCache) -> tuple[Grad
     """
     cut = find_layer_cut(request, cache)
     while cut is not None and cut.num_early:
-        # Measures all layers of an input now and then. If its early layers count too much, this is
-        # False and the cut has been changed to skip fewer layers, so it is tried again.
+        # Now and then, `confirm_blindly` measures all layers of an input. If its early layers count
+        # too much, it changes the cut to skip fewer layers and returns False: try again.
         if cut.confirm_blindly(request):
             return cut.narrow(request), cut.share
     return request, 0.0

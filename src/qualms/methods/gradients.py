@@ -18,7 +18,10 @@ from qualms.methods.gradient_score import GradientScore, weighted_sum
 from qualms.methods.method import WANG_JI
 
 
-def regrad(norms: Float[Tensor, "b c"], log_probs: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+def regrad(
+    norms: Float[Tensor, "b c"],
+    log_probs: Float[Tensor, "b c"],
+) -> Float[Tensor, " b"]:
     """REGrad: Σ_c sqrt(p_c) ‖∇θ log p_c‖.
 
     Args:
@@ -64,7 +67,10 @@ class REGrad(GradientScore):
         return (log_softmax(logits.double()) / 2).exp()
 
 
-def exgrad(norms: Float[Tensor, "b c"], probs: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+def exgrad(
+    norms: Float[Tensor, "b c"],
+    probs: Float[Tensor, "b c"],
+) -> Float[Tensor, " b"]:
     """ExGrad: Σ_c p_c ‖∇θ log p_c‖.
 
     Args:
@@ -139,7 +145,10 @@ class UNGrad(GradientScore):
         return torch.full_like(probs, 1 / probs.shape[-1])
 
 
-def fisher(norms: Float[Tensor, "b c"], probs: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+def fisher(
+    norms: Float[Tensor, "b c"],
+    probs: Float[Tensor, "b c"],
+) -> Float[Tensor, " b"]:
     """Fisher: Σ_c p_c ‖∇θ log p_c‖².
 
     Args:
@@ -179,7 +188,10 @@ class Fisher(GradientScore):
         return probs
 
 
-def isotropic(norms: Float[Tensor, "b c"], probs: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+def isotropic(
+    norms: Float[Tensor, "b c"],
+    probs: Float[Tensor, "b c"],
+) -> Float[Tensor, " b"]:
     """Isotropic: Σ_c ‖∇θ p_c‖² = Σ_c p_c² ‖∇θ log p_c‖².
 
     Args:
@@ -262,7 +274,10 @@ class GradNorm(GradientScore):
         return torch.ones_like(probs[:, :1])
 
 
-def negrad(gradients: Float[Tensor, "b c p"], probs: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+def negrad(
+    gradients: Float[Tensor, "b c p"],
+    probs: Float[Tensor, "b c"],
+) -> Float[Tensor, " b"]:
     """NEGrad: ‖Σ_c p_c g_c‖, the norm of the expected gradient.
 
     This is zero if the probabilities and the gradients are those of the same input. With smoothing
@@ -308,7 +323,7 @@ class NEGrad(GradientScore):
 def confounding_label(
     gradient: Float[Tensor, "b p"],
 ) -> Float[Tensor, " b"]:
-    """Compute -‖∇θ L‖, with L the binary cross-entropy of the logits with every class on.
+    """Compute -‖∇θ L‖, with L the binary cross-entropy of the logits if every class is true.
 
     Args:
         gradient: ∇θ L of each input, over all p parameters.

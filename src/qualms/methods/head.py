@@ -107,6 +107,7 @@ class _LinearRecorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        # The input, weight, bias and result of each linear layer.
         self.calls: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
 
     def __torch_function__(
@@ -138,7 +139,12 @@ class _LinearRecorder(TorchFunctionMode):
 # The blocks before the head: residual or transformer blocks, or layers, in the order of use.
 
 
-def find_blocks(model: nn.Module, batch: Batch, params: Params, method: str) -> list[list[str]]:
+def find_blocks(
+    model: nn.Module,
+    batch: Batch,
+    params: Params,
+    method: str,
+) -> list[list[str]]:
     """Group the parameters that a model uses by residual or transformer block, in order of use.
 
     A layer outside of such blocks is a block by itself. Every block has a matrix or kernel: layers

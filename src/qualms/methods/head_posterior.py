@@ -394,7 +394,10 @@ def _sum_gauss_newton(
     return hessian.flatten(2).flatten(0, 1)
 
 
-def _invert_full(hessian: Float64[Tensor, "p p"], prior_precision: float) -> Full:
+def _invert_full(
+    hessian: Float64[Tensor, "p p"],
+    prior_precision: float,
+) -> Full:
     """Represent the covariance (H + δI)⁻¹ by the Cholesky factor of H + δI; overwrites H.
 
     Args:
@@ -464,7 +467,10 @@ def _eigendecompose(
     return torch.where(values > rounding, values, 0.0), vectors
 
 
-def _append_one(features: Float[Tensor, "n f"], has_bias: bool) -> Float64[Tensor, "n k"]:
+def _append_one(
+    features: Float[Tensor, "n f"],
+    has_bias: bool,
+) -> Float64[Tensor, "n k"]:
     """Convert features to float64, and append a column of ones if the head has a bias.
 
     k = f + 1 with a bias, else f.

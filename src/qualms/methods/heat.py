@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qualms.errors import QualmsError, reason
-from qualms.gradients.batch import num_samples, slices, split_batch
+from qualms.gradients.batch import num_samples, shapes_of, slices, split_batch
 from qualms.gradients.directions import CONTRASTS, Directions
 from qualms.methods.context import BatchContext
 from qualms.methods.head import (
@@ -51,11 +51,12 @@ LOUDER = 64.0  # the factor by which noise inputs are scaled
 FREE = 4.0
 COLDEST, HOTTEST = 1e-6, 1e6  # the bounds of the temperature
 SMALLEST = 1e-300
-# For requests that are only asked for the shapes of their inputs.
-NO_DIRECTIONS = Directions(())
 
 
-def log_heat(logits: Float[Tensor, "b c"], temperature: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+def log_heat(
+    logits: Float[Tensor, "b c"],
+    temperature: Float[Tensor, " b"],
+) -> Float[Tensor, " b"]:
     """Compute log(T · H(softmax(z / T))), accurate even if a class has probability 1 - 1e-300.
 
     H is the entropy. With u_c = (z_c - max z) / T ≤ 0 and s = Σ exp u_c over all classes but the
@@ -192,7 +193,7 @@ class Heat(Method):
         context: BatchContext,
         blocks: tuple[tuple[str, ...], ...],
     ) -> tuple[Float[Tensor, " b"], Float[Tensor, "b c"]]:
-        """Compute log ρ of each input: ρ combines the ratios of each block's trace to the head's.
+        """Compute log ρ of each input, from the ratio of each block's trace to the head's.
 
         log ρ is infinite or NaN for inputs whose gradients or features are all zero.
 
@@ -211,11 +212,11 @@ class Heat(Method):
     def get_unit(self, context: BatchContext) -> Unit:
         """Return ρ₀ for inputs of this shape; it is measured at the first batch of each shape.
 
-        Whether T is 1 for every input is decided once for all shapes: else batches of two shapes
-        could have scores of two kinds, which cannot be compared.
+        Whether T is 1 for every input is decided at the first shape, for all shapes: else batches
+        of two shapes could have scores of two kinds, which cannot be compared.
         """
         units: dict[Any, Unit] = context.model_context.get_or_compute(self, dict)
-        shapes = context.create_request(NO_DIRECTIONS, None).shapes
+        shapes = shapes_of(context.batch)
         if shapes not in units:
             first_unit = next(iter(units.values()), None)
             if first_unit is not None and first_unit.why:
@@ -224,13 +225,17 @@ class Heat(Method):
                 units[shapes] = self._measure_unit(context, first_unit)
         return units[shapes]
 
-    def _measure_unit(self, context: BatchContext, first_unit: Unit | None) -> Unit:
-        """Measure ρ₀, the geometric mean of ρ over inputs of noise.
+    def _measure_unit(
+        self,
+        context: BatchContext,
+        first_unit: Unit | None,
+    ) -> Unit:
+        """Measure ρ₀, the geometric mean of ρ over inputs of noise; or find that T is always 1.
 
         Args:
             context: real inputs, whose shape the noise inputs get.
             first_unit: the unit of the first shape of inputs; None if this is the first shape. It
-                is returned if most noise inputs of this shape have no ρ.
+                is returned if log ρ is not finite for most noise inputs of this shape.
         """
         blocks = self._find_last_blocks(context)
         if not blocks:
@@ -244,6 +249,7 @@ class Heat(Method):
             noise_inputs(context, NOISE_INPUTS, self.name),
         )
         try:
+            # Decided at the first shape, for all shapes.
             if first_unit is None and feature_growth(noise) < FREE:
                 why = "the norm of the classifier's features hardly grows with the input"
                 return Unit(blocks, None, why)
@@ -336,11 +342,14 @@ def feature_growth(noise: BatchContext) -> float:
     return float(log_growth.median().exp())
 
 
-def _head_of_logits(context: BatchContext, logits: Float[Tensor, "b c"]) -> Head:
+def _head_of_logits(
+    context: BatchContext,
+    logits: Float[Tensor, "b c"],
+) -> Head:
     """Return the head with the features from which an engine computed given logits.
 
-    If the logits differ from those of the plain forward pass, inputs of a batch influence each
-    other. Then the engine ran each input alone, and so does this function.
+    If the logits differ from those of the plain forward pass by more than rounding, inputs of a
+    batch influence each other. Then the engine ran each input alone, and so does this function.
 
     Args:
         context: the batch.

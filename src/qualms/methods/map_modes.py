@@ -183,7 +183,12 @@ class _PoolingMode(TorchFunctionMode):
         return self._is_batch(t) and t.ndim == 4 and t.shape[2:].numel() > 1
 
 
-def _is_channels_last(func: Any, axes: Any, maps: Tensor, vectors: Tensor) -> bool:
+def _is_channels_last(
+    func: Any,
+    axes: Any,
+    maps: Tensor,
+    vectors: Tensor,
+) -> bool:
     """Whether the channels of feature maps are on the last axis, judged by how they are pooled.
 
     Args:
@@ -194,13 +199,15 @@ def _is_channels_last(func: Any, axes: Any, maps: Tensor, vectors: Tensor) -> bo
         vectors: the result of the operation, one vector for each sample.
     """
     if _function_name(func) in REDUCTIONS and isinstance(axes, (tuple, list)):
-        # Negative axes count from the end.
+        # The two axes that are not channels. Negative axes count from the end.
         return {axis % 4 for axis in axes} == {1, 2}
     return _has_length_of_last_axis(maps.shape, vectors)
 
 
 def _has_length_of_last_axis(map_shape: torch.Size, vectors: Tensor) -> bool:
-    """Whether vectors are as long as the last axis of a feature map, and not as its second axis.
+    """Whether the channels are on the last axis, judged by the length of the pooled vectors.
+
+    Vectors as long as the last axis, and not as the second one, keep the last axis.
 
     Args:
         map_shape: the shape of the map, with four axes.
@@ -210,7 +217,11 @@ def _has_length_of_last_axis(map_shape: torch.Size, vectors: Tensor) -> bool:
     return length == map_shape[3] and length != map_shape[1]
 
 
-def _change_map(maps: Tensor, change: ChangeMap, is_channels_last: bool) -> Tensor:
+def _change_map(
+    maps: Tensor,
+    change: ChangeMap,
+    is_channels_last: bool,
+) -> Tensor:
     """Apply `change` to maps as [sample, channel, position], and restore their layout.
 
     Args:
@@ -251,7 +262,7 @@ class MapRecorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, and record its result if it is a feature map.
+        """Run an operation, and record the autograd edge of its result if it is a feature map.
 
         Args:
             func: the operation.
@@ -261,9 +272,11 @@ class MapRecorder(TorchFunctionMode):
         """
         out = func(*args, **(kwargs or {}))
         name = _function_name(func)
-        self.has_flat |= name.rstrip("_") in FLAT  # names of in-place operations end in "_"
+        # Such as a ReLU, whose gradient may be zero. Names of in-place operations end in "_".
+        self.has_flat |= name.rstrip("_") in FLAT
         if name not in (*NORMALIZATIONS, CONVOLUTION) or out.ndim != 4 or len(out) != self.rows:
             return out
+        # A single position is no map.
         if out.shape[2:].numel() > 1 and out.requires_grad:
             # Unlike the tensor, the edge still refers to this result after an in-place operation.
             edge = get_gradient_edge(out)
@@ -274,7 +287,10 @@ class MapRecorder(TorchFunctionMode):
         return out
 
     def edges(self) -> list[GradientEdge]:
-        """Return the edges of the feature maps, in the order of the forward pass."""
+        """Return the edges of the feature maps, in the order of the forward pass.
+
+        These are the results of normalization layers; without any, those of convolutions.
+        """
         return self._normalization_edges or self._convolution_edges
 
 

@@ -237,11 +237,11 @@ def estimate_scores(method: Method, context: BatchContext) -> Estimate:
 
 
 def _is_overridden(method: Method, name: str) -> bool:
-    """Whether a more derived class than the one that defines `estimate` defines `name`.
+    """Whether a class below the one that defines the method's `estimate` overrides `name`.
 
-    The class of `method` and its bases are searched in order; the first class that defines
-    `estimate` ends the search.
+    The inherited `estimate` may ignore such an override.
     """
+    # The class of the method first, then its bases.
     for kind in type(method).__mro__:
         if "estimate" in vars(kind):
             return False
@@ -264,7 +264,13 @@ def convert_noise(noise: Noise, scale: Scale) -> Noise:
 class NotFinite(QualmsError):
     """Raised if a score is infinite or NaN in the dtype that scores are returned in."""
 
-    def __init__(self, method: str, number: int, score: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        method: str,
+        number: int,
+        score: float,
+        dtype: torch.dtype,
+    ) -> None:
         """Write the error message.
 
         Args:

@@ -71,7 +71,13 @@ def scale_noise(batch: Batch, times: float, seed: int) -> ModelInput:
     return ModelInput(batch, embedding_noise=draw_noise)
 
 
-def _fill_argument(name: str, t: Tensor, number: int, seed: int, method: str) -> Tensor:
+def _fill_argument(
+    name: str,
+    t: Tensor,
+    number: int,
+    seed: int,
+    method: str,
+) -> Tensor:
     """Create a neutral value for an argument of the model other than the first.
 
     Args:
@@ -101,7 +107,7 @@ def _fill_argument(name: str, t: Tensor, number: int, seed: int, method: str) ->
 
 
 def _find_vocabulary_size(context: BatchContext, method: str) -> int:
-    """Find the number of different token ids: the number of rows of the embedding that reads them.
+    """Find how many token ids there are: as many as the embedding that reads them has rows.
 
     Args:
         context: a batch of token ids.
@@ -131,6 +137,7 @@ class _EmbeddingFinder(TorchFunctionMode):
     def __init__(self, ids: Tensor) -> None:
         super().__init__()
         self.ids = ids.flatten()
+        # None until an embedding reads the ids.
         self.rows: int | None = None
 
     def __torch_function__(

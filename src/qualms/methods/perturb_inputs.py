@@ -40,7 +40,10 @@ from qualms.parameters import NOISE, POSITIVE, whole
 from qualms.random import generator
 
 
-def perturb_x(log_q: Float[Tensor, "b n c"], log_p: Float[Tensor, "b c"]) -> Float[Tensor, " b"]:
+def perturb_x(
+    log_q: Float[Tensor, "b n c"],
+    log_p: Float[Tensor, "b c"],
+) -> Float[Tensor, " b"]:
     """Perturb x: E_n KL(q_n ‖ p), q_n the prediction for the n-th perturbed input.
 
     Args:
@@ -84,7 +87,7 @@ class PerturbX(MonteCarlo):
             row_divergences.append(kl(log_q, context.log_probs[input_of_row]))
         # The rows of an input are consecutive: [inputs, 1 + draws].
         divergences = torch.cat(row_divergences).unflatten(0, (-1, self.draws + 1))
-        # The first row of each input is the input itself.
+        # The first row of each input is the unperturbed input itself.
         return divergences[:, 1:].mean(1)
 
     def in_units(self, scale: Scale) -> "PerturbX":
@@ -233,8 +236,10 @@ class MCAA(MonteCarlo):
         model_context = context.model_context
         num_inputs = num_samples(context.batch)
         max_rows = model_context.rows_at_once(context.batch, num_inputs * self.draws)
+        # As many as fit with all their draws, and in the pass with a graph for the direction.
         max_inputs = min(
-            max(1, max_rows // self.draws), model_context.rows_with_graph(context.batch)
+            max(1, max_rows // self.draws),
+            model_context.rows_with_graph(context.batch),
         )
 
         def log_probs(block: slice) -> Iterator[Tensor]:
@@ -253,7 +258,11 @@ class MCAA(MonteCarlo):
 
         return information_over_draws(context, self.draws, log_probs, max_inputs)
 
-    def _draw_uniform(self, context: BatchContext, block: slice) -> Float[Tensor, "b n"]:
+    def _draw_uniform(
+        self,
+        context: BatchContext,
+        block: slice,
+    ) -> Float[Tensor, "b n"]:
         """Draw n = `draws` uniform numbers in [0, 1) for each input of a block.
 
         The numbers of an input depend on the seed and the number of this input alone.
@@ -272,7 +281,10 @@ class MCAA(MonteCarlo):
         return replace(self, a=convert_noise(self.a, scale))
 
 
-def odin(logits: Float[Tensor, "b c"], temperature: float = 1000.0) -> Float[Tensor, " b"]:
+def odin(
+    logits: Float[Tensor, "b c"],
+    temperature: float = 1000.0,
+) -> Float[Tensor, " b"]:
     """ODIN: -(max_c log p_c + log C), with p = softmax(z / T) over C classes.
 
     The paper's score is max_c p_c. At the paper's temperature it differs from 1 / C only in the
@@ -329,7 +341,7 @@ class ODIN(Method):
             QualmsError: if rounding removes the step from every input.
         """
         logits: list[Tensor] = []
-        is_lost = True
+        is_lost = True  # until a step changes an input
         for part in context.chunks_with_graph():
             sign = loss_gradient_sign(context, part, self.temperature)
             step = step_size(self.epsilon, sign, self.name, "epsilon") * sign

@@ -104,6 +104,7 @@ class PerturbTheta(MonteCarlo):
             with _ReplaceParameters(perturbed) as mode:
                 logits = context.forward_all(occupied_bytes=weight_bytes)
             total += kl(log_softmax(logits.double()), context.log_probs)
+            # No operation used a parameter, as far as the mode can see.
             if not mode.replaced_ids:
                 raise QualmsError(
                     "torch's function modes cannot see the model's operations (a scripted "
@@ -122,8 +123,8 @@ class _ReplaceParameters(TorchFunctionMode):
 
     def __init__(self, replacements: dict[int, Tensor]) -> None:
         super().__init__()
-        self.replacements = replacements
-        self.replaced_ids: set[int] = set()
+        self.replacements = replacements  # from the id of each parameter to its replacement
+        self.replaced_ids: set[int] = set()  # the ids of parameters that an operation used
 
     def __torch_function__(
         self,
@@ -264,7 +265,7 @@ def _track_batch_statistics(layers: list[_BatchNorm]) -> Iterator[None]:
         # Copies, since a forward pass in training mode writes the statistics in place.
         with _use_statistics([(layer, _copy_statistics(layer)) for layer in layers]):
             for layer in layers:
-                # The weight of the batch in the running average: nothing else is left in it.
+                # With 1, the running average becomes the statistics of the batch alone.
                 layer.momentum = 1.0
                 layer.training = True
             yield

@@ -15,6 +15,7 @@ from qualms.gradients.batch import take_samples
 from qualms.gradients.directions import CONTRASTS
 from qualms.gradients.engines.choice import SKETCH_PASSES, count_row_passes
 from qualms.gradients.engines.layer_cut import find_layer_cut
+from qualms.gradients.memory import default_budget
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.coherence import Coherence
 from qualms.methods.context import BatchContext
@@ -76,11 +77,11 @@ def price_of(context: BatchContext, methods: Iterable[Method]) -> Price:
     passes = 1.0 + sum(_count_method(m, context) for m in methods)
     for smooth in dict.fromkeys(m.smooth for m in gradient_methods):
         passes += _count_gradients(context, [m for m in gradient_methods if m.smooth == smooth])
-    request = context.create_request(GradientPass.of_scorer(context, None).directions, None)
+    budget = context.model_context.settings.budget
     return Price(
         forward_passes=round(passes, 1),
         seconds=passes * _time_forward_pass(context),
-        nbytes=request.budget,
+        nbytes=budget or default_budget(context.device),
     )
 
 
@@ -101,8 +102,10 @@ def warn_of_long_run(
     cache = context.model_context.cache
     inputs = len(context.logits)
     smoothings = {m.smooth for m in methods if isinstance(m, GradientScore)}
+    # Rows of one input: itself and its noisy copies, for each smoothing.
     rows = sum(1 + (smooth.draws if smooth else 0) for smooth in smoothings)
-    # An upper bound that costs nothing to compute: the cost is counted only if the bound is high.
+    # An upper bound, except with a sketch: 4 passes for each gradient. It costs nothing to compute;
+    # the true cost is counted only if the bound is high.
     max_passes = 4.0 * rows * context.num_classes + sum(m.extra_passes for m in methods)
     if LONG in cache.warned or max_passes * inputs * forward_seconds < LONG_SECONDS:
         return
@@ -136,14 +139,20 @@ def _count_method(method: Method, context: BatchContext) -> float:
         if unit.log_ratio is None:
             return 0.0
         names = [name for block in unit.blocks for name in block]
-        return _count_late_gradients(context, names, min(context.num_classes - 1, CONTRASTS))
+        # One gradient for each contrast between classes.
+        contrasts = min(context.num_classes - 1, CONTRASTS)
+        return _count_late_gradients(context, names, contrasts)
     if isinstance(method, Coherence):
         directions = method.num_directions(context.num_classes)
         return _count_late_gradients(context, method.late_params(context), directions)
     return method.extra_passes
 
 
-def _count_late_gradients(context: BatchContext, names: Iterable[str], directions: int) -> float:
+def _count_late_gradients(
+    context: BatchContext,
+    names: Iterable[str],
+    directions: int,
+) -> float:
     """Count the cost, in forward passes, of gradients with respect to some late parameters.
 
     There is one forward pass, and one backward pass for each direction, which stops at the first of
@@ -154,11 +163,15 @@ def _count_late_gradients(context: BatchContext, names: Iterable[str], direction
         names: the names of the parameters.
         directions: the number of directions along which gradients are taken.
     """
+    # The request's own directions play no part in the cost.
     request = context.create_request(GradientPass.of_scorer(context, None).directions, None)
     return count_row_passes(request, directions, context.model_context.cache, frozenset(names))
 
 
-def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) -> float:
+def _count_gradients(
+    context: BatchContext,
+    methods: Sequence[GradientScore],
+) -> float:
     """Count the cost, in forward passes, of gradient scores that share one smoothing, for one input.
 
     Args:
@@ -184,6 +197,7 @@ def _count_gradients(context: BatchContext, methods: Sequence[GradientScore]) ->
     request = context.create_request(shared_pass.directions, smooth, shared_pass.lam)
     cut = find_layer_cut(request, model_context.cache)
     late_names = None if cut is None else cut.names
+    # Without smoothing, as the passes of a single row are counted.
     unsmoothed_request = context.create_request(shared_pass.directions, None)
     return rows * count_row_passes(unsmoothed_request, directions, model_context.cache, late_names)
 

@@ -135,7 +135,12 @@ def parse(spec: str) -> Method:
     return method
 
 
-def _modify(method: Method, modifier: str, arguments: list[float], spec: str) -> Method:
+def _modify(
+    method: Method,
+    modifier: str,
+    arguments: list[float],
+    spec: str,
+) -> Method:
     """Return a copy of a gradient score with the modifier `+layers` or `+smooth`.
 
     Args:
@@ -196,7 +201,7 @@ def _parse_call(text: str, spec: str) -> tuple[str, list[float]]:
     match = re.fullmatch(r"([a-zA-Z_-]*)(?:\((.*)\))?", text)
     try:
         if match is None:
-            raise ValueError
+            raise ValueError  # as `float` does below for what is not a number
         name, inside = match[1], match[2]
         arguments = inside.split(",") if inside else []
         return name.lower().replace("_", "-"), [float(argument) for argument in arguments]
@@ -208,7 +213,10 @@ def _parse_call(text: str, spec: str) -> tuple[str, list[float]]:
         raise QualmsError(message) from None
 
 
-def _name_arguments(kind: type[Any], arguments: list[float]) -> dict[str, int | float]:
+def _name_arguments(
+    kind: type[Any],
+    arguments: list[float],
+) -> dict[str, int | float]:
     """Assign numbers to the fields of a method or a smoothing, in order.
 
     An integral number becomes an int if the default of its field is an int. Other numbers stay

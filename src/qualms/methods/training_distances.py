@@ -70,7 +70,10 @@ def vector_lengths(features: Float[Tensor, "n f"]) -> Float64[Tensor, " n"]:
     return torch.cat([rows.double().norm(dim=-1) for rows in features.split(ROWS)])
 
 
-def to_unit(features: Float[Tensor, "n f"], lengths: Float64[Tensor, " n"]) -> Float[Tensor, "n f"]:
+def to_unit(
+    features: Float[Tensor, "n f"],
+    lengths: Float64[Tensor, " n"],
+) -> Float[Tensor, "n f"]:
     """Divide vectors by their lengths; a vector of zeros is returned unchanged."""
     divisors = torch.where(lengths > 0, lengths, 1.0)
     return (features.double() / divisors[:, None]).to(features)
@@ -107,7 +110,7 @@ class KNN(Method):
         """Compute `knn` of the features divided by their lengths."""
         # The key of the cache is the class: methods with different k share the training features.
         neighbors, lengths = context.model_context.get_or_compute(
-            KNN, lambda: self._compute_neighbors(context)
+            KNN, lambda: self._features_and_lengths(context)
         )
         features = context.head.features.to(neighbors)
         return knn(
@@ -117,13 +120,13 @@ class KNN(Method):
             self.k,
         )
 
-    def _compute_neighbors(
+    def _features_and_lengths(
         self,
         context: BatchContext,
     ) -> tuple[Float[Tensor, "n f"], Float64[Tensor, " n"]]:
-        """Compute the features of the training inputs, and their lengths.
+        """Return the features of the training inputs, and compute the lengths of these vectors.
 
-        The features are in double precision if their inner products may not fit float32.
+        The features are converted to double precision if their inner products may not fit float32.
 
         Returns:
             The features, not divided by their lengths, and the lengths.
@@ -150,7 +153,10 @@ class ClassGaussians:
     whitening: Float64[Tensor, "f r"]
 
 
-def mahalanobis(features: Float[Tensor, "b f"], classes: ClassGaussians) -> Float64[Tensor, " b"]:
+def mahalanobis(
+    features: Float[Tensor, "b f"],
+    classes: ClassGaussians,
+) -> Float64[Tensor, " b"]:
     """Compute min_c (h - μ_c)ᵀ Σ⁻¹ (h - μ_c), the squared Mahalanobis distance to the nearest class.
 
     It is computed as ‖Aᵀ(h - μ_c)‖², which is never negative.
@@ -306,15 +312,17 @@ class FDBD(Method):
     def score(self, context: BatchContext) -> Float[Tensor, " b"]:
         """Compute `fdbd` with the mean of the training features."""
         model_context = context.model_context
-        mean, min_distance = model_context.get_or_compute(self, lambda: self._compute_mean(context))
+        mean, min_distance = model_context.get_or_compute(
+            self, lambda: self._mean_and_min_distance(context)
+        )
         head = context.head
         return fdbd(context.logits, head.features, head.weight, mean, min_distance)
 
-    def _compute_mean(self, context: BatchContext) -> tuple[Float64[Tensor, " f"], float]:
-        """Compute the mean of the training features.
+    def _mean_and_min_distance(self, context: BatchContext) -> tuple[Float64[Tensor, " f"], float]:
+        """Compute the mean of the training features, and the smallest distance from it that counts.
 
         Returns:
-            The mean, and the smallest distance from it that is more than rounding.
+            The mean, and the distance; smaller ones are rounding errors.
         """
         features = training_features(context, self.name).features
         # The root mean square of the lengths of the feature vectors; 1 if all features are zero.

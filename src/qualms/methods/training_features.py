@@ -43,7 +43,10 @@ class TrainingFeatures:
     labels: Int[Tensor, " n"]
 
 
-def training_features(context: BatchContext, method: str) -> TrainingFeatures:
+def training_features(
+    context: BatchContext,
+    method: str,
+) -> TrainingFeatures:
     """Return the features of all training inputs; computed at the first call for a model.
 
     Args:
@@ -51,13 +54,19 @@ def training_features(context: BatchContext, method: str) -> TrainingFeatures:
         method: the name of the method, for the error if there is no training data.
     """
     model_context = context.model_context
+    # All methods share the features, so the key is no method.
     return model_context.get_or_compute(
         TrainingFeatures, lambda: _compute_features(context, method)
     )
 
 
-def _compute_features(context: BatchContext, method: str) -> TrainingFeatures:
+def _compute_features(
+    context: BatchContext,
+    method: str,
+) -> TrainingFeatures:
     """Run the model over all training inputs, in parts that fit the budget.
+
+    The predicted classes stand in for labels that are not given.
 
     Args:
         context: the context that holds the model and its training data.
@@ -84,7 +93,10 @@ def _compute_features(context: BatchContext, method: str) -> TrainingFeatures:
     )
 
 
-def _require_valid_labels(labels: Int[Tensor, " b"], classes: int) -> Int[Tensor, " b"]:
+def _require_valid_labels(
+    labels: Int[Tensor, " b"],
+    classes: int,
+) -> Int[Tensor, " b"]:
     """Return the labels unchanged; raise an error if one is not from 0 to `classes` - 1.
 
     Args:
@@ -259,7 +271,11 @@ def default_dimensions(width: int) -> int:
     return 512 if width >= 768 else width // 2
 
 
-def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Residual:
+def fit_residual(
+    training: TrainingFeatures,
+    head: Head,
+    dimensions: int,
+) -> Residual:
     """Fit ViM's residual to the training features, in double precision.
 
     Args:
@@ -279,6 +295,7 @@ def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Res
             "pass fewer dimensions."
         )
     bias = weight.new_zeros(len(weight)) if head.bias is None else head.bias.double()
+    # The features whose logits are zero, or as near to zero as possible.
     origin = -torch.linalg.pinv(weight) @ bias
     scatter = weight.new_zeros(width, width)
     for rows in training.features.split(ROWS):
@@ -303,10 +320,11 @@ def fit_residual(training: TrainingFeatures, head: Head, dimensions: int) -> Res
             f"these {len(training.features)} do not; pass more training inputs, or fewer "
             "dimensions."
         )
-    largest = float(training.max_logits.double().mean())
-    if largest <= 0:
+    mean_max = float(training.max_logits.double().mean())
+    if mean_max <= 0:
         raise QualmsError(
-            f"the mean of the training inputs' largest logits is {largest:.3g}, but vim needs a "
+            f"the mean of the training inputs' largest logits is {mean_max:.3g}, but vim needs a "
             "positive one to scale its virtual logit; use knn, mahalanobis or energy."
         )
-    return Residual(origin, directions, alpha=largest / float(mean_norm))
+    # On average the virtual logit is then as large as the largest logit.
+    return Residual(origin, directions, alpha=mean_max / float(mean_norm))

@@ -363,7 +363,11 @@ class TrainingBatch:
         return loss, gradient / len(self.labels)
 
 
-def _heads_at_once(context: BatchContext, head: Float[Tensor, "c g"], inputs: int) -> int:
+def _heads_at_once(
+    context: BatchContext,
+    head: Float[Tensor, "c g"],
+    inputs: int,
+) -> int:
     """Compute how many heads QUAM can adapt at once within the memory budget.
 
     Args:
@@ -386,7 +390,10 @@ def _heads_at_once(context: BatchContext, head: Float[Tensor, "c g"], inputs: in
     return max(1, min(LOGITS_AT_ONCE // num_logits, budget // needed))
 
 
-def _extend_features(features: Float[Tensor, "n f"], head: Head) -> Float[Tensor, "n g"]:
+def _extend_features(
+    features: Float[Tensor, "n f"],
+    head: Head,
+) -> Float[Tensor, "n g"]:
     """Append a 1 to each feature vector if the head has a bias (g = f + 1, else f).
 
     The result is in float32 at least.
