@@ -104,9 +104,10 @@ def warn_of_long_run(
     smoothings = {m.smooth for m in methods if isinstance(m, GradientScore)}
     # Rows of one input: itself and its noisy copies, for each smoothing.
     rows = sum(1 + (smooth.draws if smooth else 0) for smooth in smoothings)
-    # An upper bound, except with a sketch: 4 passes for each gradient. It costs nothing to compute;
-    # the true cost is counted only if the bound is high.
-    max_passes = 4.0 * rows * context.num_classes + sum(m.extra_passes for m in methods)
+    # An upper bound, which costs nothing to compute; the true cost is counted only if it is high.
+    sketch = context.model_context.settings.sketch
+    row_passes = SKETCH_PASSES * sketch.tangents if sketch else 4.0 * context.num_classes
+    max_passes = rows * row_passes + sum(m.extra_passes for m in methods)
     if LONG in cache.warned or max_passes * inputs * forward_seconds < LONG_SECONDS:
         return
     price = price_of(context, methods)
