@@ -235,6 +235,8 @@ def scale_to_unit(
 ) -> tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]:
     """Divide each sample's cotangents by a power of two, so that their largest entry is in [1/2, 1).
 
+    Squares of tiny gradients would underflow otherwise.
+
     Args:
         cotangents: k cotangents; the rows of a sample are consecutive.
         samples: the number of samples b.

@@ -64,7 +64,7 @@ class ModelInput:
 
 
 def rows_to_run_alone(rows: int) -> list[int]:
-    """Choose which of `rows` rows also run alone, to check that their logits do not change.
+    """Choose which rows of a batch also run alone, to check that their logits do not change.
 
     Returns the indices of the middle and the last row; an empty list for a single row.
     """
@@ -115,10 +115,10 @@ def perturbed_in_parts(
     seed: int,
     size: int,
 ) -> Iterator[ModelInput]:
-    """Yield the rows of `make_model_input`, those of a single sample in parts.
+    """Yield what `make_model_input` returns for a batch, but a single sample's rows in parts.
 
-    Used where the perturbed copies of one sample may not all fit into memory. Several samples are
-    yielded together. Rows of a part count as separate samples.
+    This is for a sample whose perturbed copies may not all fit into memory; several samples are
+    yielded together. The rows of a part count as separate samples.
 
     Args:
         batch: the samples.

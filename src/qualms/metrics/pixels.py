@@ -88,7 +88,7 @@ def _select_pixels(
     is_unknown = np.isin(classes[is_selected], unknown_labels)
     if is_unknown.all() or not is_unknown.any():
         missing = f"no pixels labeled {unknown_labels}"
-        # The size, since `all` is true of no pixels.
+        # `all` is also true of an empty array, which has a size of 0.
         if is_unknown.size and is_unknown.all():
             missing = "no known pixels"
         raise QualmsError(f"there are {missing}, so AUROC is undefined; pass more images.")
