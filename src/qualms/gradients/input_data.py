@@ -251,8 +251,10 @@ def _find_labels(batch: Any) -> Any:
 
 def _to_label_tensor(labels: Any) -> Tensor | None:
     """Convert labels to a tensor; None if they are anything but whole numbers."""
-    if isinstance(labels, (list, tuple)) and all(isinstance(label, Integral) for label in labels):
-        return torch.tensor([int(label) for label in labels])
+    if isinstance(labels, (list, tuple)):
+        if all(isinstance(label, Integral) for label in labels):
+            return torch.tensor([int(label) for label in labels])
+        return None
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu":
         return torch.from_numpy(labels.astype(np.int64))
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():

@@ -133,7 +133,12 @@ class LastProduct:
         """
         layer_factors = [factor.without_graph() for factor in self.layer_factors]
         body = [factor.without_graph() for factor in self.body]
-        return LastProduct(self.weight, features=None, layer_factors=layer_factors, body=body)
+        return LastProduct(
+            self.weight,
+            features=None,
+            layer_factors=layer_factors,
+            body=body,
+        )
 
     def is_cheaper(self, rows_per_sample: int) -> bool:
         """Whether going via the features takes fewer multiplications than a pass for each class.
@@ -220,7 +225,11 @@ def _find_weight_matrix(
     return largest_target.detach().reshape(classes, -1)
 
 
-def _count_kept_numbers(factor: GradFactor, rows_per_sample: int, cotangents: int) -> int:
+def _count_kept_numbers(
+    factor: GradFactor,
+    rows_per_sample: int,
+    cotangents: int,
+) -> int:
     """Count the numbers that are kept of one sample's gradient: its factor δ, or all entries.
 
     A weight's gradient is Σ_i δ_i a_iᵀ over positions i, with cotangents δ_i and activations a_i.
@@ -491,7 +500,8 @@ class FeatureGradients:
         # Where terms have canceled, digits are lost.
         recompute = squares < CANCELLED * without_cancellation
         # So they are where float32 under- or overflows.
-        beyond = outside_float32_range(scale.amax(1))[:, None] | outside_float32_range(squares)
+        beyond = outside_float32_range(scale.amax(1))[:, None]
+        beyond = beyond | outside_float32_range(squares)
         if bool(beyond.any()):
             # Where all gradients are zero, 0 is exact.
             nonzero = self._any_group(factors.flatten(1).any(1))
@@ -533,12 +543,14 @@ class FeatureGradients:
             x: the coefficients x_m of n classes.
             b: the index of the sample.
         """
-        of_sample = factors.unflatten(0, (self.samples, -1))[b].transpose(0, 1)  # [m, g, t, o]
+        # [m, g, t, o]
+        of_sample = factors.unflatten(0, (self.samples, -1))[b].transpose(0, 1)
         numel = self.factor.gradient.numel if self.factor else of_sample[0].numel()
         squares: list[Tensor] = []
         # A block of classes at a time, which bounds the memory.
         for block in x.split(max(1, BLOCK_NUMBERS // numel)):
-            total = (block @ of_sample.flatten(1)).unflatten(1, of_sample.shape[1:])  # [n, g, t, o]
+            total = block @ of_sample.flatten(1)
+            total = total.unflatten(1, of_sample.shape[1:])  # [n, g, t, o]
             if self.outer is not None:
                 total = total.mT @ self.outer.activations_of(b)
             squares.append(sum_of_squares(total.flatten(1)))

@@ -89,4 +89,10 @@ def _table_of_estimates(norms: ClassNorms, errors: dict[str, Tensor]) -> LayerTa
     dtype = at_least_float32(norms.logits).dtype
     values = torch.stack(list(norms.values.values()), dim=-1).to(dtype)
     error = torch.stack(list(errors.values()), dim=-1).to(dtype)
-    return LayerTable(values, norms.logits, layers=list(norms.values), general=[], error=error)
+    return LayerTable(
+        values,
+        norms.logits,
+        layers=list(norms.values),
+        general=[],
+        error=error,
+    )

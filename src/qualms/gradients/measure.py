@@ -80,7 +80,12 @@ def full_gradients(
 
 def _unscaled(cotangents: Float[Tensor, "m rows c"], samples: int) -> Cotangents:
     """Wrap cotangents of `samples` samples as they are: a single block, all of its scales 1."""
-    ones = torch.ones(len(cotangents), samples, dtype=torch.double, device=cotangents.device)
+    ones = torch.ones(
+        len(cotangents),
+        samples,
+        dtype=torch.double,
+        device=cotangents.device,
+    )
     return Cotangents(len(cotangents), lambda: [(cotangents, ones)])
 
 
@@ -148,7 +153,11 @@ class Pullback:
         if start is None:
             start = self.logits
         return torch.autograd.grad(
-            start, list(self.edge_index), cotangent, retain_graph=True, allow_unused=True
+            start,
+            list(self.edge_index),
+            cotangent,
+            retain_graph=True,
+            allow_unused=True,
         )
 
     def cotangents_of(
@@ -201,7 +210,11 @@ class Pullback:
             leaves = [self.weights.leaves[name] for name in names]
             for b, of_sample in enumerate(gradient.to(target.dtype)):
                 leaf_gradients = torch.autograd.grad(
-                    target, leaves, of_sample, retain_graph=True, allow_unused=True
+                    target,
+                    leaves,
+                    of_sample,
+                    retain_graph=True,
+                    allow_unused=True,
                 )
                 for name, leaf_gradient in zip(names, leaf_gradients, strict=True):
                     if leaf_gradient is not None and name in self.shared:

@@ -101,7 +101,8 @@ def make_model_input(
         return torch.cat([smoothing.noise(shape, number, seed) for number in numbers])
 
     # The main input is the first tensor.
-    x, *other_inputs = [t.repeat_interleave(rows_per_sample, dim=0) for t in batch_tensors(batch)]
+    tensors = batch_tensors(batch)
+    x, *other_inputs = [t.repeat_interleave(rows_per_sample, dim=0) for t in tensors]
     if not x.is_floating_point():
         return ModelInput(with_tensors(batch, [x, *other_inputs]), rows_per_sample, draw_noise)
     perturbed = x + draw_noise(tuple(x.shape[1:])).to(x)
@@ -159,7 +160,8 @@ def in_channels_last(model_input: ModelInput) -> ModelInput:
     """Convert the rows to channels-last, the memory format in which convolutions are fastest."""
     main_input, *other_inputs = batch_tensors(model_input.batch)
     main_input = main_input.contiguous(memory_format=torch.channels_last)
-    return replace(model_input, batch=with_tensors(model_input.batch, [main_input, *other_inputs]))
+    batch = with_tensors(model_input.batch, [main_input, *other_inputs])
+    return replace(model_input, batch=batch)
 
 
 def forward_logits(

@@ -153,7 +153,7 @@ def live_positions(
     batch: Batch,
     shape: tuple[int, ...],
 ) -> Bool[Tensor, "b t"] | None:
-    """Return a mask of the t positions of the logits that are not padding; None if all are not.
+    """Return a mask of the t positions of the logits that are not padding; None if none is padding.
 
     Args:
         batch: the samples.

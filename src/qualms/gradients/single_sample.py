@@ -117,7 +117,13 @@ def random_direction(logits: Tensor) -> Float[Tensor, "1 1 c"]:
     """Draw a random direction in logit space, the same for all logits with this number of classes."""
     num_classes = logits.shape[1]
     generator = torch.Generator().manual_seed(0)
-    direction = torch.randn(1, 1, num_classes, generator=generator, dtype=torch.double)
+    direction = torch.randn(
+        1,
+        1,
+        num_classes,
+        generator=generator,
+        dtype=torch.double,
+    )
     return direction.to(logits.device)
 
 
@@ -204,7 +210,11 @@ def gradients_of(
     interrupts.deliver()
     try:
         gradients = torch.autograd.grad(
-            target, parameters, cotangent, retain_graph=True, allow_unused=True
+            target,
+            parameters,
+            cotangent,
+            retain_graph=True,
+            allow_unused=True,
         )
     except RuntimeError as error:
         raise QualmsError(f"the model cannot be differentiated: {reason(error)}") from error

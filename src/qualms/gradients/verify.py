@@ -120,7 +120,10 @@ def cross_batch_logits(
         group = slice(start, None, stride)
         group_size = len(range(samples)[group])
         logits = logits_in_groups(
-            request.model, request.make_rows(group), groups=min(2, rows), period=rows
+            request.model,
+            request.make_rows(group),
+            groups=min(2, rows),
+            period=rows,
         )
         logits_of_groups.append(logits.unflatten(0, (group_size, rows)))
     return restore_order(logits_of_groups, strided_groups(samples, stride))

@@ -11,7 +11,10 @@ from qualms.metrics.ranking import aupr, auroc, fpr95
 
 
 def pixel_metrics(
-    scores: Any, labels: Any, unknown: int | Collection[int], ignore_index: int = 255
+    scores: Any,
+    labels: Any,
+    unknown: int | Collection[int],
+    ignore_index: int = 255,
 ) -> dict[str, float]:
     """Compute how well scores separate pixels of unknown objects from others: `auroc`, `aupr` and
     `fpr95`, with unknown pixels as the positive class.
@@ -48,7 +51,10 @@ def pixel_metrics(
 
 
 def _select_pixels(
-    scores: Any, labels: Any, unknown: int | Collection[int], ignore_index: int
+    scores: Any,
+    labels: Any,
+    unknown: int | Collection[int],
+    ignore_index: int,
 ) -> tuple[Floats, Bools]:
     """Select the pixels that are not ignored.
 

@@ -118,7 +118,10 @@ class TrainingRun:
             self.best_state = {name: value.detach().clone() for name, value in state.items()}
 
 
-def _make_optimizer(model: nn.Module, recipe: Recipe) -> tuple[torch.optim.Optimizer, Any]:
+def _make_optimizer(
+    model: nn.Module,
+    recipe: Recipe,
+) -> tuple[torch.optim.Optimizer, Any]:
     """Build Adam with a cosine schedule, or SGD with momentum and drops of the learning rate.
 
     Returns:
@@ -140,7 +143,11 @@ def _make_optimizer(model: nn.Module, recipe: Recipe) -> tuple[torch.optim.Optim
 
 
 @torch.no_grad()
-def measure_accuracy(model: nn.Module, images: Images, normalization: Normalization) -> float:
+def measure_accuracy(
+    model: nn.Module,
+    images: Images,
+    normalization: Normalization,
+) -> float:
     """Compute the share of images that a model classifies correctly, in evaluation mode.
 
     Args:

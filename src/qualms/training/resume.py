@@ -201,7 +201,10 @@ def _is_state_of(model: nn.Module, state: Mapping[str, Any]) -> bool:
     return True
 
 
-def _require_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def _require_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+) -> None:
     """Raise a ValueError unless an optimizer can load a saved state.
 
     Args:
