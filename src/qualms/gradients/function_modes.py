@@ -136,7 +136,7 @@ class ContiguousBatchNormGrad(CallMode):
     """
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func`; make the gradient of a normalization's result contiguous, as torch expects."""
+        """Call `func`; make the gradient of a normalization's result contiguous for torch."""
         result = run_function(func, args, kwargs)
         is_normalization = name_of(func) in ("batch_norm", "instance_norm")
         if is_normalization and isinstance(result, Tensor) and result.requires_grad:

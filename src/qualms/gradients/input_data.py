@@ -102,7 +102,7 @@ def _float_dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def _require_arguments(model: nn.Module, number: int) -> None:
-    """Raise an error unless the model takes the `number` parts of the tuple `train` as its inputs."""
+    """Raise an error unless the model takes the `number` parts of a tuple `train` as inputs."""
     try:
         # Only the number of arguments matters to `bind`, not their values.
         signature(model.forward).bind(*range(number))

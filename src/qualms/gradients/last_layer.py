@@ -309,11 +309,13 @@ def measure_via_last_layer(
         body_pullback = replace(pullback, factors=last.body)
         squares = _squared_norms_of_body(body_pullback, direct[:1], predicted, last)
     for factor in last.layer_factors:
-        squares[pullback.weights.names[id(factor.target)]] = _squared_norms_of_layer(z, factor)
+        name = pullback.weights.names[id(factor.target)]
+        squares[name] = _squared_norms_of_layer(z, factor)
     norms_by_name: dict[str, Tensor] = {}
     for name, of_direct in direct_norms.items():
         # `pop` frees the squares of each parameter once they are used.
         class_norms = squares.pop(name).sqrt_()
+        # The norm of the predicted class is only rough, so it is replaced.
         class_norms.scatter_(1, predicted[:, None], of_direct[:, :1])
         norms_of_sets: list[Tensor] = []
         for set_name in directions:

@@ -22,7 +22,7 @@ from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.outer_product import Outer
 from qualms.gradients.tracing.param_use import Weights, roots
 
-# A cotangent for each edge in `Pullback.edge_index`; None for an edge that the logits do not depend on.
+# A cotangent for each edge in `Pullback.edge_index`; None where the logits do not depend on it.
 EdgeCotangents = Sequence[Tensor | None]
 
 
@@ -103,8 +103,8 @@ class Pullback:
         samples: the number of samples b.
 
     Attributes:
-        edge_index: the position of each edge in the cotangents that `pull` returns. An edge is listed
-            once: the weight and the bias of an operation share its cotangent.
+        edge_index: the position of each edge in the cotangents that `pull` returns. An edge is
+            listed once: the weight and the bias of an operation share its cotangent.
         single: the factor of each parameter whose gradient is a single factor.
         shared: the factors of each other parameter: its gradient is a sum of several factors
             (tied weights), or the parameter passes through other operations first (weight
@@ -145,8 +145,8 @@ class Pullback:
             start: a tensor or edge in the graph where the pass starts; the logits by default.
 
         Returns:
-            A cotangent for each edge, in the order of `edge_index`; None for an edge that `start` does
-            not depend on.
+            A cotangent for each edge, in the order of `edge_index`; None for an edge that `start`
+            does not depend on.
         """
         # Raise KeyboardInterrupt here if Ctrl-C was pressed since the last pass.
         interrupts.deliver()

@@ -222,7 +222,7 @@ class Plan(ModelProfile):
 
     @property
     def min_bytes(self) -> int:
-        """The bytes without which nothing can run: twice those of a row and of one full gradient."""
+        """The bytes without which nothing can run: twice those of a row and of a full gradient."""
         return 2 * self.row_bytes + 2 * self.gradient_bytes
 
     @property
@@ -254,6 +254,7 @@ class Plan(ModelProfile):
             largest_gradient = max(largest_gradient, factor.gradient.numel)
             if isinstance(factor.gradient, Outer):
                 total += self.itemsize * factor.gradient.count_stored(rows, directions, is_alone)
+        # The largest gradient and a copy; for inner products that of every direction.
         total += self.itemsize * largest_gradient * (directions if is_gram else 2)
         # One direction, its probabilities, and temporaries of the same size.
         total += 6 * DOUBLE * rows * self.classes
@@ -274,7 +275,7 @@ def _forward_multiplications(factor: GradFactor) -> int:
 
 
 def make_plan(request: GradientRequest) -> Plan | Fallback:
-    """Make a plan by tracing the first samples of a request, whose results must be plain autograd's.
+    """Make a plan by tracing the first samples of a request, and compare with plain autograd.
 
     Args:
         request: the request to plan for.

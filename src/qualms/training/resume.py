@@ -224,8 +224,8 @@ def _require_optimizer_state(
 def _require_same_types(ours: Any, theirs: Any) -> None:
     """Raise a ValueError if nested values differ in type, in keys of dicts, or in length of lists.
 
-    Values of other types could be loaded, and fail later, in training. Numbers and strings may differ
-    in value; int and float count as one type.
+    Values of other types could be loaded, and fail later, in training. Numbers and strings may
+    differ in value; int and float count as one type.
 
     Args:
         ours: settings of this run: a number, a string, or a dict, list or tuple of settings.
