@@ -176,7 +176,12 @@ def class_gradient_gram(
         assert torch.allclose(squares.sqrt(), qualms.class_gradient_norms(model, x).norms[0, :, 0])
         ```
     """
-    settings = Settings(granularity=layers, params=params, budget=budget, batch_size=batch_size)
+    settings = Settings(
+        granularity=layers,
+        params=params,
+        budget=budget,
+        batch_size=batch_size,
+    )
     with preserve_state(model) as inner:
         batches = numbered_batches(x, inner)
         table = _table_of_batches(inner, batches, settings, Directions(("logits",)), gram=True)

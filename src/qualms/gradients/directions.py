@@ -25,7 +25,10 @@ Logits = Float[Tensor, "b r c"]
 # The sets of directions. Each function takes logits [b, r, c] and returns m directions [m, b, r, c].
 
 
-def class_directions(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
+def class_directions(
+    logits: Logits,
+    some: slice = slice(None),
+) -> Float[Tensor, "m b r c"]:
     """Compute e_c - p, the gradient of log p_c with respect to the logits, for several classes c.
 
     The entry 1 - p_c is computed as the sum of the other probabilities, which does not cancel when
@@ -41,12 +44,16 @@ def class_directions(logits: Logits, some: slice = slice(None)) -> Float[Tensor,
     p = logits.double().softmax(-1)
     start, stop, _ = some.indices(p.shape[-1])
     directions = (-p).expand(stop - start, *p.shape).clone()
-    # The entries of direction c at class c.
-    directions.diagonal(offset=start, dim1=0, dim2=-1).copy_(sum_of_others(p)[..., start:stop])
+    # The entry of each direction c at class c.
+    own_entries = directions.diagonal(offset=start, dim1=0, dim2=-1)
+    own_entries.copy_(sum_of_others(p)[..., start:stop])
     return directions
 
 
-def direction_of_class(logits: Logits, chosen: Int[Tensor, " b"]) -> Float[Tensor, "1 b r c"]:
+def direction_of_class(
+    logits: Logits,
+    chosen: Int[Tensor, " b"],
+) -> Float[Tensor, "1 b r c"]:
     """Compute e_c - p, the gradient of log p_c with respect to the logits, for a class c per sample.
 
     Args:
@@ -76,7 +83,10 @@ def sum_of_others(terms: Float[Tensor, "*n c"]) -> Float[Tensor, "*n c"]:
     return sums.scatter(-1, largest, without_largest)
 
 
-def logit_directions(logits: Logits, some: slice = slice(None)) -> Float[Tensor, "m b r c"]:
+def logit_directions(
+    logits: Logits,
+    some: slice = slice(None),
+) -> Float[Tensor, "m b r c"]:
     """Build e_c, the gradient of the logit z_c with respect to the logits, for several classes c.
 
     Args:
@@ -87,9 +97,15 @@ def logit_directions(logits: Logits, some: slice = slice(None)) -> Float[Tensor,
         Directions [m, b, r, c] for the m classes in `some`.
     """
     start, stop, _ = some.indices(logits.shape[-1])
-    directions = torch.zeros(stop - start, *logits.shape, dtype=torch.double, device=logits.device)
-    # The entries of direction c at class c.
-    directions.diagonal(offset=start, dim1=0, dim2=-1).fill_(1)
+    directions = torch.zeros(
+        stop - start,
+        *logits.shape,
+        dtype=torch.double,
+        device=logits.device,
+    )
+    # The entry of each direction c at class c.
+    own_entries = directions.diagonal(offset=start, dim1=0, dim2=-1)
+    own_entries.fill_(1)
     return directions
 
 
@@ -175,7 +191,12 @@ def _zero_sum_basis(num_classes: int, num_vectors: int) -> Float[Tensor, "m c"]:
     trace C - 1, like P = I - 11ᵀ/C.
     """
     generator = torch.Generator().manual_seed(num_classes)
-    noise = torch.randn(num_classes, num_vectors, generator=generator, dtype=torch.double)
+    noise = torch.randn(
+        num_classes,
+        num_vectors,
+        generator=generator,
+        dtype=torch.double,
+    )
     orthonormal = torch.linalg.qr(noise - noise.mean(0)).Q
     return orthonormal.T * ((num_classes - 1) / num_vectors) ** 0.5
 
@@ -235,6 +256,8 @@ def scale_to_unit(
 ) -> tuple[Float[Tensor, "k rows c"], Float[Tensor, "k b"]]:
     """Divide each sample's cotangents by a power of two, so that their largest entry is in [1/2, 1).
 
+    Squares of tiny gradients would underflow otherwise.
+
     Args:
         cotangents: k cotangents; the rows of a sample are consecutive.
         samples: the number of samples b.
@@ -286,7 +309,11 @@ class Directions:
         """
         return self
 
-    def cotangents_at(self, logits: Logits, block_bytes: int = BLOCK_BYTES) -> Cotangents:
+    def cotangents_at(
+        self,
+        logits: Logits,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> Cotangents:
         """Return the directions of all sets at given logits, in the order of `names`.
 
         They are divided by the number of rows r, so that adding up the gradients of a sample's r

@@ -114,6 +114,7 @@ class error_note:  # noqa: N801 - a context manager
     ) -> None:
         if error is not None:
             error.add_note(self.note)
+        # torch's operators would turn it into `NotImplemented`.
         if isinstance(error, TypeError):
             _raise_if_defect(error)
 

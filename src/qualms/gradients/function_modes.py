@@ -112,7 +112,8 @@ class NoisyEmbedding(CallMode):
         indices, ids = _unwrap_functorch(argument), _unwrap_functorch(self.ids)
         if indices.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr():
             return None
-        # A view may have moved the axis; its size and stride are still those of axis 0 of the input.
+        # Samples are on axis 0 of the input. A view may have moved this axis, but keeps its size
+        # and stride.
         for axis in range(indices.ndim):
             has_same_size = indices.shape[axis] == ids.shape[0]
             if has_same_size and indices.stride(axis) == ids.stride(0):
@@ -135,7 +136,7 @@ class ContiguousBatchNormGrad(CallMode):
     """
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func`; if it is a normalization, make the gradient of its result contiguous."""
+        """Call `func`; make the gradient of a normalization's result contiguous for torch."""
         result = run_function(func, args, kwargs)
         is_normalization = name_of(func) in ("batch_norm", "instance_norm")
         if is_normalization and isinstance(result, Tensor) and result.requires_grad:
@@ -157,7 +158,7 @@ class ContiguousGroupNorm(CallMode):
     """
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func`, with a contiguous input if it is group normalization."""
+        """Call `func`, with a contiguous input if it is group normalization, which needs one."""
         if name_of(func) != "group_norm":
             return run_function(func, args, kwargs)
         if args:

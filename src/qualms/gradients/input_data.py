@@ -70,6 +70,7 @@ def labeled_batches(
         return
     if isinstance(x, (Tensor, tuple, np.ndarray)):
         batch = validate_batch(reader.to_tensors(x), argument)
+        # The user may have meant `(inputs, labels)`.
         if argument == "train" and isinstance(batch, tuple):
             _require_arguments(model, len(batch))
         yield batch, None
@@ -101,7 +102,7 @@ def _float_dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def _require_arguments(model: nn.Module, number: int) -> None:
-    """Raise an error unless the model can be called with `number` positional arguments."""
+    """Raise an error unless the model takes the `number` parts of a tuple `train` as inputs."""
     try:
         # Only the number of arguments matters to `bind`, not their values.
         signature(model.forward).bind(*range(number))
@@ -249,9 +250,11 @@ def _find_labels(batch: Any) -> Any:
 
 
 def _to_label_tensor(labels: Any) -> Tensor | None:
-    """Convert labels to a tensor of integers; None if they are anything else."""
-    if isinstance(labels, (list, tuple)) and all(isinstance(label, Integral) for label in labels):
-        return torch.tensor([int(label) for label in labels])
+    """Convert labels to a tensor; None if they are anything but whole numbers."""
+    if isinstance(labels, (list, tuple)):
+        if all(isinstance(label, Integral) for label in labels):
+            return torch.tensor([int(label) for label in labels])
+        return None
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu":
         return torch.from_numpy(labels.astype(np.int64))
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
@@ -298,6 +301,7 @@ def validate_batch(batch: Any, argument: str = "x") -> Batch:
 
 def _require_finite(t: Tensor, argument: str) -> None:
     """Raise an error that names the first input with a value that is NaN or infinite."""
+    # Tensors on the meta device have no values.
     if not t.is_floating_point() or t.is_meta:
         return
     finite = torch.isfinite(t)

@@ -80,7 +80,7 @@ class LastProduct:
 
     @classmethod
     def of(cls, pullback: Pullback) -> "LastProduct | None":
-        """Find the last layer in the graph of a traced forward pass.
+        """Find the linear layer that ends a traced forward pass, if there is one.
 
         Args:
             pullback: the logits with their graph, and the gradient factors of all parameters.
@@ -94,7 +94,7 @@ class LastProduct:
         product, passed_nodes = _skip_views(logits.grad_fn)
         if product is None or product.name() not in PRODUCTS:
             return None
-        # An `addmm` that scales the product W h.
+        # An `addmm` that multiplies W h by a number is no plain linear layer.
         if getattr(product, "_saved_alpha", 1) != 1:
             return None
         # The inputs of the product: b (only for `addmm`), h and W.
@@ -102,19 +102,22 @@ class LastProduct:
         layer_factors: list[GradFactor] = []
         body: list[GradFactor] = []
         for factor in pullback.factors:
-            is_layer_factor = any(edge.node in passed_nodes for edge in factor.edges)
-            (layer_factors if is_layer_factor else body).append(factor)
-        # Other layers may be reached through the features only, not through W or b.
+            # The cotangents of W and b are at the product's result, or at a view of it.
+            if any(edge.node in passed_nodes for edge in factor.edges):
+                layer_factors.append(factor)
+            else:
+                body.append(factor)
+        # Other layers may be reached through h only, not through W or b (a hypernetwork).
         behind_weights = nodes_behind([node for node, _ in (*bias, weight)])
         if any(edge.node in behind_weights for factor in body for edge in factor.edges):
             return None
-        # `single` lacks a parameter that is also used elsewhere, or computed from others.
+        # Nor may W or b be used elsewhere, or be computed from others: `single` lacks these.
         if not {id(f) for f in layer_factors} <= {id(f) for f in pullback.single.values()}:
             return None
         matrix = _find_weight_matrix(product, num_classes, layer_factors, is_first=not body)
         if matrix is None or len(matrix) != num_classes:
             return None
-        # A bias of another size is broadcast over the classes.
+        # The factors are those of W and of b [C]: a bias of another size is broadcast.
         if any(f.gradient.numel not in (matrix.numel(), num_classes) for f in layer_factors):
             return None
         features = None
@@ -124,13 +127,18 @@ class LastProduct:
         return cls(matrix, features, layer_factors, body)
 
     def without_graph(self) -> "LastProduct":
-        """Copy W and the sizes of the gradient factors, without references to autograd's graph.
+        """Make a copy with W and the sizes of the gradient factors, but without autograd's graph.
 
-        The graph can then be freed.
+        Unlike the original, the copy does not keep the graph in memory.
         """
         layer_factors = [factor.without_graph() for factor in self.layer_factors]
         body = [factor.without_graph() for factor in self.body]
-        return LastProduct(self.weight, features=None, layer_factors=layer_factors, body=body)
+        return LastProduct(
+            self.weight,
+            features=None,
+            layer_factors=layer_factors,
+            body=body,
+        )
 
     def is_cheaper(self, rows_per_sample: int) -> bool:
         """Whether going via the features takes fewer multiplications than a pass for each class.
@@ -165,7 +173,7 @@ class LastProduct:
         """
         num_classes, num_features = self.weight.shape
         m = num_features + 1  # gradients that are kept of each parameter
-        # Several arrays [rows, classes] in double precision.
+        # Several arrays [rows, classes] of doubles: together 16 numbers for each entry.
         in_last_layer = 16 * rows_per_sample * num_classes
         if not self.body:
             return in_last_layer
@@ -204,8 +212,8 @@ def _find_weight_matrix(
         node: the node of the product W h in autograd's graph.
         classes: the number of classes.
         layer_factors: the gradient factors of W and b.
-        is_first: whether this is the model's only layer. Autograd does not save W then, and only
-            the shape of the result matters.
+        is_first: whether this is the model's only layer. As h then needs no gradient, autograd
+            does not save W; but then only the shape of the result matters.
     """
     if not is_first:
         saved: Tensor = node._saved_mat2
@@ -217,7 +225,11 @@ def _find_weight_matrix(
     return largest_target.detach().reshape(classes, -1)
 
 
-def _count_kept_numbers(factor: GradFactor, rows_per_sample: int, cotangents: int) -> int:
+def _count_kept_numbers(
+    factor: GradFactor,
+    rows_per_sample: int,
+    cotangents: int,
+) -> int:
     """Count the numbers that are kept of one sample's gradient: its factor δ, or all entries.
 
     A weight's gradient is Σ_i δ_i a_iᵀ over positions i, with cotangents δ_i and activations a_i.
@@ -270,8 +282,8 @@ def measure_via_last_layer(
 ) -> dict[str, Float[Tensor, "b m"]]:
     """Compute the norms of all parameters' gradients with D + 2 backward passes instead of C.
 
-    The result is that of `measure`; D is the number of the last layer's features, C that of
-    classes.
+    The result is that of `measure`, with D features of the last layer and C classes. The formulas
+    are at the top of this file.
 
     Args:
         pullback: the pullback of a traced forward pass.
@@ -285,10 +297,11 @@ def measure_via_last_layer(
     z = pullback.logits.detach().unflatten(0, (pullback.samples, -1))  # [b, r, c]
     predicted = z[:, 0].argmax(-1)
     other_sets = [name for name in directions if name != "classes"]
-    # Directions with a pass each: that of the predicted class, whose norm may be tiny, and those of
-    # the other sets.
+    # Directions with a pass each: that of the predicted class, whose norm may be too tiny to be a
+    # difference of others, and those of the other sets.
     direct_sets = [direction_of_class(z, predicted)]
     direct_sets += [DIRECTIONS[name](z) for name in other_sets]
+    # Divided by the rows of a sample, so that the sum over them is a mean.
     direct = torch.cat(direct_sets).flatten(1, 2) / z.shape[1]
     direct_norms = measure(pullback, Cotangents.of(direct, pullback.samples), "l2")
     squares: dict[str, Tensor] = {}
@@ -296,17 +309,20 @@ def measure_via_last_layer(
         body_pullback = replace(pullback, factors=last.body)
         squares = _squared_norms_of_body(body_pullback, direct[:1], predicted, last)
     for factor in last.layer_factors:
-        squares[pullback.weights.names[id(factor.target)]] = _squared_norms_of_layer(z, factor)
+        name = pullback.weights.names[id(factor.target)]
+        squares[name] = _squared_norms_of_layer(z, factor)
     norms_by_name: dict[str, Tensor] = {}
     for name, of_direct in direct_norms.items():
         # `pop` frees the squares of each parameter once they are used.
         class_norms = squares.pop(name).sqrt_()
+        # The norm of the predicted class is only rough, so it is replaced.
         class_norms.scatter_(1, predicted[:, None], of_direct[:, :1])
         norms_of_sets: list[Tensor] = []
         for set_name in directions:
             if set_name == "classes":
                 norms_of_sets.append(class_norms)
             else:
+                # Direction 0 is that of the predicted class.
                 index = 1 + other_sets.index(set_name)
                 norms_of_sets.append(of_direct[:, index].unsqueeze(1))
         norms_by_name[name] = torch.cat(norms_of_sets, dim=1)
@@ -332,7 +348,10 @@ def _squared_norms_of_layer(
     ones = p.new_ones(*p.shape[:2], 1)
     # Features [b, r, d]; for b, h is 1.
     h = gradient.activation_matrix.double() if isinstance(gradient, Outer) else ones
-    return _squared_row_norms(sum_of_others(p), h) + sum_of_others(_squared_row_norms(p, h))
+    # The row of class c has the coefficients 1 - p_rc, the sum of the other probabilities.
+    own_row = _squared_row_norms(sum_of_others(p), h)
+    other_rows = sum_of_others(_squared_row_norms(p, h))
+    return own_row + other_rows
 
 
 def _squared_row_norms(
@@ -396,7 +415,7 @@ def _squared_norms_of_body(
         for name, gradient in pullback.sum_shared(edge_cotangents).items():
             if name not in gradients:
                 gradients[name] = FeatureGradients(None, num_features + 1, samples)
-            gradients[name].kept.append(gradient.flatten(1)[:, None])
+            gradients[name].kept.append(gradient.flatten(1)[:, None])  # [b, 1, p]
     w = at_least_float32(last.weight)
     differences = w - w[predicted][:, None]  # W_c - W_c*
     # The coefficient of k* is not 1 but the scale by which its cotangent was divided.
@@ -434,14 +453,17 @@ class FeatureGradients:
 
     @property
     def outer(self) -> Outer | None:
-        """The factor's outer product Σ_t δ_t a_tᵀ if only δ is kept; None if gradients are kept."""
+        """The gradient as Σ_t δ_t a_tᵀ, of which δ is kept; None if whole gradients are kept.
+
+        δ is kept where that makes inner products cheaper.
+        """
         if self.factor is None or not isinstance(self.factor.gradient, Outer):
             return None
         outer = self.factor.gradient
         return outer if outer.prefers_gram(self.cotangents) else None
 
     def add(self, deltas: list[Tensor | None]) -> None:
-        """Keep δ of the next gradient, or the gradient itself.
+        """Add the next gradient to `kept`: its δ or all of its entries, depending on `outer`.
 
         Args:
             deltas: the cotangents at the edges of the parameter's factor, in autograd's graph.
@@ -475,20 +497,24 @@ class FeatureGradients:
             products = inner_products(factors.flatten(2))
             scale = products.diagonal(dim1=1, dim2=2)
         squares = torch.linalg.vecdot(x @ products.to(x), x)
+        # What the size of `squares` would be if terms did not cancel.
         without_cancellation = (x.square() @ scale.to(x).unsqueeze(2)).squeeze(2)
         # Where terms have canceled, digits are lost.
         recompute = squares < MIN_NORM_SHARE * without_cancellation
         # So they are where float32 under- or overflows.
-        odd = outside_float32_range(scale.amax(1))[:, None] | outside_float32_range(squares)
-        if bool(odd.any()):
+        beyond = outside_float32_range(scale.amax(1))[:, None]
+        beyond = beyond | outside_float32_range(squares)
+        if bool(beyond.any()):
+            # Where all gradients are zero, 0 is exact.
             nonzero = self._any_group(factors.flatten(1).any(1))
             squares = torch.where(nonzero, squares, 0.0)
-            odd &= nonzero
-            # Where δ and activations do not overlap, 0 is exact.
+            beyond &= nonzero
+            # So it is where δ and the activations are nonzero at different positions.
             if self.outer is not None:
                 overlaps = self._any_group(self.outer.overlaps(factors).any(1))
-                odd &= (squares != 0) | overlaps
-        recompute |= odd
+                beyond &= (squares != 0) | overlaps
+        recompute |= beyond
+        # The caller replaces the value of the predicted class.
         recompute.scatter_(1, predicted[:, None], False)
         squares = squares.double()
         for b in recompute.any(1).nonzero().flatten().tolist():
@@ -519,12 +545,14 @@ class FeatureGradients:
             x: the coefficients x_m of n classes.
             b: the index of the sample.
         """
-        of_sample = factors.unflatten(0, (self.samples, -1))[b].transpose(0, 1)  # [m, g, t, o]
+        # [m, g, t, o]
+        of_sample = factors.unflatten(0, (self.samples, -1))[b].transpose(0, 1)
         numel = self.factor.gradient.numel if self.factor else of_sample[0].numel()
         squares: list[Tensor] = []
         # A block of classes at a time, which bounds the memory.
         for block in x.split(max(1, BLOCK_NUMBERS // numel)):
-            total = (block @ of_sample.flatten(1)).unflatten(1, of_sample.shape[1:])  # [n, g, t, o]
+            total = block @ of_sample.flatten(1)
+            total = total.unflatten(1, of_sample.shape[1:])  # [n, g, t, o]
             if self.outer is not None:
                 total = total.mT @ self.outer.activations_of(b)
             squares.append(sum_of_squares(total.flatten(1)))

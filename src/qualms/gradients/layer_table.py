@@ -54,6 +54,7 @@ def layer_table(requests: Iterable[GradientRequest], cache: PlanCache) -> LayerT
     for request in requests:
         results.append(run_first(engines_for(request, cache), request, cache))
     norms = ClassNorms.concatenate(results)
+    # Only the estimates of a sketch have standard errors.
     if norms.errors is not None:
         return _table_of_estimates(norms, norms.errors)
     # `request` is the last one: all have the same model and settings.
@@ -65,6 +66,7 @@ def layer_table(requests: Iterable[GradientRequest], cache: PlanCache) -> LayerT
         # `pop` frees each value once it is combined: together the values take more than the table.
         parameter_values = (norms.values.pop(name) for name in names)
         layer_values.append(combine_parameters(parameter_values, request.kind).to(dtype))
+        # Users are told which layers take a general, slower way.
         if norms.without_rule & set(names):
             general.append(layer)
     return LayerTable(
@@ -87,4 +89,10 @@ def _table_of_estimates(norms: ClassNorms, errors: dict[str, Tensor]) -> LayerTa
     dtype = at_least_float32(norms.logits).dtype
     values = torch.stack(list(norms.values.values()), dim=-1).to(dtype)
     error = torch.stack(list(errors.values()), dim=-1).to(dtype)
-    return LayerTable(values, norms.logits, layers=list(norms.values), general=[], error=error)
+    return LayerTable(
+        values,
+        norms.logits,
+        layers=list(norms.values),
+        general=[],
+        error=error,
+    )

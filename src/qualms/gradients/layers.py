@@ -91,7 +91,7 @@ def layer_of(model: nn.Module, name: str, granularity: Granularity) -> str:
 
 
 def _is_repeated(children: list[nn.Module]) -> bool:
-    """Whether a container's children are several modules of one class that all have children."""
+    """Whether a container's children are blocks: modules of one class that all have children."""
     if len(children) < 2 or len({type(child) for child in children}) > 1:
         return False
     return all(list(child.children()) for child in children)

@@ -22,7 +22,7 @@ from qualms.gradients.tracing.factors import GradFactor
 from qualms.gradients.tracing.outer_product import Outer
 from qualms.gradients.tracing.param_use import Weights, roots
 
-# A cotangent for each edge in `Pullback.index`; None for an edge that the logits do not depend on.
+# A cotangent for each edge in `Pullback.edge_index`; None where the logits do not depend on it.
 EdgeCotangents = Sequence[Tensor | None]
 
 
@@ -79,8 +79,13 @@ def full_gradients(
 
 
 def _unscaled(cotangents: Float[Tensor, "m rows c"], samples: int) -> Cotangents:
-    """Wrap cotangents [m, rows, c] of `samples` samples as a single block, all of its scales 1."""
-    ones = torch.ones(len(cotangents), samples, dtype=torch.double, device=cotangents.device)
+    """Wrap cotangents of `samples` samples as they are: a single block, all of its scales 1."""
+    ones = torch.ones(
+        len(cotangents),
+        samples,
+        dtype=torch.double,
+        device=cotangents.device,
+    )
     return Cotangents(len(cotangents), lambda: [(cotangents, ones)])
 
 
@@ -98,8 +103,8 @@ class Pullback:
         samples: the number of samples b.
 
     Attributes:
-        index: the position of each edge in the cotangents that `pull` returns. An edge is listed
-            once: the weight and the bias of an operation share its cotangent.
+        edge_index: the position of each edge in the cotangents that `pull` returns. An edge is
+            listed once: the weight and the bias of an operation share its cotangent.
         single: the factor of each parameter whose gradient is a single factor.
         shared: the factors of each other parameter: its gradient is a sum of several factors
             (tied weights), or the parameter passes through other operations first (weight
@@ -110,7 +115,7 @@ class Pullback:
     factors: Sequence[GradFactor]
     weights: Weights
     samples: int
-    index: dict[GradientEdge, int] = field(default_factory=dict, init=False)
+    edge_index: dict[GradientEdge, int] = field(default_factory=dict, init=False)
     single: dict[str, GradFactor] = field(default_factory=dict, init=False)
     shared: dict[str, list[GradFactor]] = field(default_factory=dict, init=False)
 
@@ -118,10 +123,11 @@ class Pullback:
         uses: dict[str, list[GradFactor]] = {}
         for factor in self.factors:
             for edge in factor.edges:
-                self.index.setdefault(edge, len(self.index))
+                self.edge_index.setdefault(edge, len(self.edge_index))
             for name in roots(factor.target, self.weights):
                 uses.setdefault(name, []).append(factor)
         for name, factors in uses.items():
+            # Not if the target was computed from the parameter.
             if len(factors) == 1 and id(factors[0].target) in self.weights.names:
                 self.single[name] = factors[0]
             else:
@@ -139,15 +145,19 @@ class Pullback:
             start: a tensor or edge in the graph where the pass starts; the logits by default.
 
         Returns:
-            A cotangent for each edge in the order of `index`; None for an edge that `start` does
-            not depend on.
+            A cotangent for each edge, in the order of `edge_index`; None for an edge that `start`
+            does not depend on.
         """
         # Raise KeyboardInterrupt here if Ctrl-C was pressed since the last pass.
         interrupts.deliver()
         if start is None:
             start = self.logits
         return torch.autograd.grad(
-            start, list(self.index), cotangent, retain_graph=True, allow_unused=True
+            start,
+            list(self.edge_index),
+            cotangent,
+            retain_graph=True,
+            allow_unused=True,
         )
 
     def cotangents_of(
@@ -161,7 +171,7 @@ class Pullback:
             factor: one of `factors`.
             edge_cotangents: the cotangents at all edges, from `pull`.
         """
-        deltas = [edge_cotangents[self.index[edge]] for edge in factor.edges]
+        deltas = [edge_cotangents[self.edge_index[edge]] for edge in factor.edges]
         return None if all(delta is None for delta in deltas) else deltas
 
     def sum_shared(self, edge_cotangents: EdgeCotangents) -> dict[str, Float[Tensor, "b ..."]]:
@@ -200,7 +210,11 @@ class Pullback:
             leaves = [self.weights.leaves[name] for name in names]
             for b, of_sample in enumerate(gradient.to(target.dtype)):
                 leaf_gradients = torch.autograd.grad(
-                    target, leaves, of_sample, retain_graph=True, allow_unused=True
+                    target,
+                    leaves,
+                    of_sample,
+                    retain_graph=True,
+                    allow_unused=True,
                 )
                 for name, leaf_gradient in zip(names, leaf_gradients, strict=True):
                     if leaf_gradient is not None and name in self.shared:
@@ -234,22 +248,24 @@ def _measure_norms(
     for block, scales in cotangents.blocks():
         start = index
         for cotangent in block.to(pullback.logits.dtype):
-            sizes = _measure_direction(pullback, cotangent, kind, num_directions)
+            sums = _measure_direction(pullback, cotangent, kind, num_directions)
             # The first direction shows which parameters the logits depend on.
             if norms is None:
-                names = list(sizes)
+                names = list(sums)
                 norms = torch.empty(
                     (num_directions, len(names), pullback.samples),
                     dtype=torch.double,
                     device=pullback.logits.device,
                 )
             if names:
-                norms[index] = torch.stack([sizes[name].double() for name in names])
+                norms[index] = torch.stack([sums[name].double() for name in names])
             index += 1
         if norms is not None:
             norms_of_block = norms[start:index]
+            # These are sums of squares so far.
             if kind == "l2":
                 norms_of_block.sqrt_()
+            # The cotangents were divided by these scales.
             norms_of_block *= scales[:, None, :]
     if norms is None:
         return {}
@@ -274,15 +290,15 @@ def _measure_direction(
         Sums by the parameter's name, without parameters that the logits do not depend on.
     """
     edge_cotangents = pullback.pull(cotangent)
-    sizes: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
     for name, factor in pullback.single.items():
         deltas = pullback.cotangents_of(factor, edge_cotangents)
         if deltas is not None:
             with error_note(f"the gradient of {name}"):
-                sizes[name] = _sum_of_powers_from_factor(factor, deltas, kind, directions)
+                sums[name] = _sum_of_powers_from_factor(factor, deltas, kind, directions)
     for name, gradient in pullback.sum_shared(edge_cotangents).items():
-        sizes[name] = sum_of_powers(gradient, kind)
-    return sizes
+        sums[name] = sum_of_powers(gradient, kind)
+    return sums
 
 
 def _sum_of_powers_from_factor(
@@ -304,6 +320,7 @@ def _sum_of_powers_from_factor(
     gradient = factor.gradient
     if isinstance(gradient, Outer) and kind == "l2":
         return gradient.squared_norm(deltas, directions)
+    # At a single position g = δaᵀ, so Σ|g| = Σ|δ| Σ|a|.
     if isinstance(gradient, Outer) and gradient.sizes.positions == 1:
         return gradient.l1_norm(deltas)
     return sum_of_powers(gradient.compute(deltas), kind)
@@ -318,7 +335,7 @@ def sum_of_powers(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor,
 
 
 def norm_of(gradient: Float[Tensor, "b ..."], kind: Kind) -> Float[Tensor, " b"]:
-    """Compute Σ|g| (`l1`) or ‖g‖ (`l2`) of each sample's gradient."""
+    """Compute the norm of each sample's gradient g: Σ|g| (`l1`) or ‖g‖ (`l2`)."""
     power_sum = sum_of_powers(gradient, kind)
     return power_sum if kind == "l1" else power_sum.sqrt()
 

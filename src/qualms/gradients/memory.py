@@ -124,6 +124,7 @@ def _find_malloc_trim() -> Callable[[int], int] | None:
     """Find the C function that gives freed memory back to the system; None if there is none."""
     if sys.platform != "linux":
         return None
+    # `CDLL(None)` has the functions of the running process, those of its C library among them.
     malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return malloc_trim
 
@@ -212,6 +213,7 @@ class _LiveBytes(TorchDispatchMode):
 
     def _count_storage(self, storage: torch.UntypedStorage) -> None:
         """Count the bytes of a storage until it is freed, unless it is counted already."""
+        # The address of torch's C++ object, which identifies the storage.
         address, num_bytes = storage._cdata, storage.nbytes()
         if address in self._known:
             return
@@ -307,7 +309,7 @@ class PassMemory:
         return None if row_bytes is None else max(1, self.safety_factor * row_bytes)
 
     def _measure(self, row: Batch) -> int | None:
-        """Run a row and estimate the bytes that a pass over it takes; None if the model fails on it."""
+        """Run one row and estimate the bytes that the pass takes; None if the model fails on it."""
         counter = _LiveBytes()
         try:
             # The trial must not advance the user's random generator.

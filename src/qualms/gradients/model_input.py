@@ -64,7 +64,7 @@ class ModelInput:
 
 
 def rows_to_run_alone(rows: int) -> list[int]:
-    """Choose which of `rows` rows also run alone, to check that their logits do not change.
+    """Choose which rows of a batch also run alone, to check that their logits do not change.
 
     Returns the indices of the middle and the last row; an empty list for a single row.
     """
@@ -101,7 +101,8 @@ def make_model_input(
         return torch.cat([smoothing.noise(shape, number, seed) for number in numbers])
 
     # The main input is the first tensor.
-    x, *other_inputs = [t.repeat_interleave(rows_per_sample, dim=0) for t in batch_tensors(batch)]
+    tensors = batch_tensors(batch)
+    x, *other_inputs = [t.repeat_interleave(rows_per_sample, dim=0) for t in tensors]
     if not x.is_floating_point():
         return ModelInput(with_tensors(batch, [x, *other_inputs]), rows_per_sample, draw_noise)
     perturbed = x + draw_noise(tuple(x.shape[1:])).to(x)
@@ -115,10 +116,10 @@ def perturbed_in_parts(
     seed: int,
     size: int,
 ) -> Iterator[ModelInput]:
-    """Yield the rows of `make_model_input`, those of a single sample in parts.
+    """Yield what `make_model_input` returns for a batch, but a single sample's rows in parts.
 
-    Used where the perturbed copies of one sample may not all fit into memory. Several samples are
-    yielded together. Rows of a part count as separate samples.
+    This is for a sample whose perturbed copies may not all fit into memory; several samples are
+    yielded together. The rows of a part count as separate samples.
 
     Args:
         batch: the samples.
@@ -159,7 +160,8 @@ def in_channels_last(model_input: ModelInput) -> ModelInput:
     """Convert the rows to channels-last, the memory format in which convolutions are fastest."""
     main_input, *other_inputs = batch_tensors(model_input.batch)
     main_input = main_input.contiguous(memory_format=torch.channels_last)
-    return replace(model_input, batch=with_tensors(model_input.batch, [main_input, *other_inputs]))
+    batch = with_tensors(model_input.batch, [main_input, *other_inputs])
+    return replace(model_input, batch=batch)
 
 
 def forward_logits(

@@ -88,8 +88,8 @@ class Plan(ModelProfile):
     def serves(self, request: GradientRequest) -> bool:
         """Whether the plan can be reused for a request with samples of the same shapes.
 
-        A plan without a trace of two rows cannot separate rows. It serves several rows only if they
-        have to run one at a time anyway, because two do not fit the budget.
+        Without a trace of two rows, a plan cannot separate rows. It then serves several rows only
+        if they have to run one at a time anyway, because two do not fit the budget.
         """
         rows = request.num_samples * request.rows_per_sample
         return self.trace_pair is not None or rows == 1 or self.is_too_large(2, request.budget)
@@ -109,9 +109,9 @@ class Plan(ModelProfile):
         directions: int,
         names: frozenset[str] | None = None,
     ) -> float:
-        """Estimate the cost of one backward pass with its norms, relative to a forward pass.
+        """Estimate the cost of one backward pass with its norms, as a multiple of a forward pass.
 
-        The cost is the number of multiplications for one row.
+        What is compared is the number of multiplications for one row.
 
         Args:
             directions: the number of backward passes; work on activations is done once for all.
@@ -122,6 +122,7 @@ class Plan(ModelProfile):
         for factor in self.factors:
             multiplications = _forward_multiplications(factor)
             forward += multiplications
+            # A target may be computed from several parameters, such as a normalized weight.
             is_wanted = names is None or bool(names & roots(factor.target, self.weights))
             if is_wanted:
                 backward += multiplications + count_multiplications(factor, 1, directions)
@@ -132,6 +133,7 @@ class Plan(ModelProfile):
 
         It is C, or D + 2 where going through the last layer's D features is cheaper.
         """
+        # Without perturbed copies, a sample is one row.
         one_row = replace(request, smoothing=None, gram=False)
         if self.last_product is not None and self._prefers_last_layer(one_row, ("classes",)):
             num_features = self.last_product.weight.shape[1]
@@ -188,7 +190,7 @@ class Plan(ModelProfile):
         """
         rows = work.rows_per_sample
         num_samples = self._samples_within(budget, work)
-        # With a trace of one row alone, samples cannot be told apart.
+        # Without a trace of two rows, samples cannot be told apart.
         if self.trace_pair is None:
             num_samples = min(num_samples, 1)
         if self.weights.device.type == "cpu":
@@ -196,30 +198,31 @@ class Plan(ModelProfile):
             min_samples = -(-MIN_ROWS // rows)  # rounded up
             num_samples = min(num_samples, max(samples_in_cache, min_samples))
         if num_samples == 0 and (rows == 1 or self.trace_pair is not None):
-            # The only sample of a chunk takes less memory.
+            # The only sample of a chunk takes less memory. Several rows need a trace of two.
             num_samples = int(self._sample_bytes(work, is_alone=True) <= budget)
         return num_samples
 
     def rows_at_once(self, budget: int) -> int:
         """Return how many rows of one sample fit a budget, together with two full gradients.
 
-        It is 1 if only one row was traced: rows cannot be told apart then.
+        At least 1; no more if only one row was traced: rows cannot be told apart then.
 
         Args:
             budget: the bytes that may be used.
         """
         if self.trace_pair is None:
             return 1
+        # As in `_sample_bytes`: the graph and its cotangents, and what one direction takes.
         bytes_per_row = 2 * (self.row_bytes + self.largest_result) + 6 * DOUBLE * self.classes
         return max(1, (budget - 2 * self.gradient_bytes) // bytes_per_row)
 
     def is_too_large(self, rows: int, budget: int) -> bool:
-        """Whether a pass over `rows` samples of one row each exceeds the budget."""
+        """Whether norms of all classes for `rows` samples of one row need more than the budget."""
         return rows * self._sample_bytes(Workload(1, "l2", self.classes)) > budget
 
     @property
     def min_bytes(self) -> int:
-        """The bytes without which nothing can run: those of one row and of one of its gradients."""
+        """The bytes without which nothing can run: twice those of a row and of a full gradient."""
         return 2 * self.row_bytes + 2 * self.gradient_bytes
 
     @property
@@ -228,7 +231,7 @@ class Plan(ModelProfile):
         return sum(self.itemsize * leaf.numel() for leaf in self.weights.leaves.values())
 
     def _samples_within(self, budget: int, work: Workload) -> int:
-        """Return how many samples fit a budget, together with one block of directions."""
+        """Return how many samples fit a budget beside one block of directions; 0 if none does."""
         return max(0, budget - BLOCK_AND_COPIES) // self._sample_bytes(work)
 
     def _sample_bytes(self, work: Workload, is_alone: bool = False) -> int:
@@ -241,8 +244,9 @@ class Plan(ModelProfile):
         """
         rows, directions = work.rows_per_sample, work.directions
         is_gram = work.kind == "gram"
-        # What autograd saves, and as much for the cotangents; those of all directions are held
-        # together if inner products are computed. The largest result exists with its gradient.
+        # `graphs` counts what autograd saves, and as much for the cotangents; those of all
+        # directions are held together if inner products are computed. The largest result exists
+        # with its gradient.
         graphs = directions + 2 if is_gram else 2
         total = rows * (self.row_bytes * graphs + 2 * self.largest_result)
         largest_gradient = 0
@@ -250,6 +254,7 @@ class Plan(ModelProfile):
             largest_gradient = max(largest_gradient, factor.gradient.numel)
             if isinstance(factor.gradient, Outer):
                 total += self.itemsize * factor.gradient.count_stored(rows, directions, is_alone)
+        # The largest gradient and a copy; for inner products that of every direction.
         total += self.itemsize * largest_gradient * (directions if is_gram else 2)
         # One direction, its probabilities, and temporaries of the same size.
         total += 6 * DOUBLE * rows * self.classes
@@ -270,7 +275,7 @@ def _forward_multiplications(factor: GradFactor) -> int:
 
 
 def make_plan(request: GradientRequest) -> Plan | Fallback:
-    """Make a plan by tracing the first samples of a request.
+    """Make a plan by tracing the first samples of a request, and compare with plain autograd.
 
     Args:
         request: the request to plan for.
@@ -285,6 +290,7 @@ def make_plan(request: GradientRequest) -> Plan | Fallback:
     first_rows = request.make_rows(slice(0, max(2, PLANNING_ROWS // request.rows_per_sample)))
     first = FirstSample.of(request.model, first_rows, request.selected, _norm)
     if not first.gradient:
+        # An error if later samples use none of the parameters either.
         require_uses_that_vary(request.model, first_rows)
         return Fallback("the first input uses none of the selected parameters")
     # Plain autograd has succeeded, so a failure from here on is due to the tracing.
@@ -337,6 +343,7 @@ class _Planning:
             return plan
         two_rows = plan.reformat(self.first_rows.take([0, second_row]))
         _, trace_of_two = trace_forward(self.model, two_rows, plan.weights, None)
+        # A model that reduces over the batch may mix samples.
         mixes_samples = collapses_rows(trace_of_one.shapes, trace_of_two.shapes)
         traces = TracePair(trace_of_one.param_uses, trace_of_two.param_uses).compact()
         # Frees their graphs before the next pass.
@@ -377,7 +384,7 @@ class _Planning:
         return _FirstTrace(weights, logits, recorder, saved_bytes=num_bytes[0])
 
     def _plan_from(self, trace: "_FirstTrace", channels_last: bool) -> Plan:
-        """Make the plan of a single row from its trace.
+        """Make the plan from the trace of the first row, after comparing it with plain autograd.
 
         Args:
             trace: the traced pass over the first row.
@@ -394,6 +401,7 @@ class _Planning:
         if not same_logits or not self._is_expected(norms):
             raise NotBatchable("the recorded gradient differs from plain autograd's")
         last_product = LastProduct.of(pullback)
+        # The plan outlives the pass, so it may not hold its graph.
         if last_product is not None:
             last_product = last_product.without_graph()
         return Plan(

@@ -49,7 +49,7 @@ class PlanCache:
         self.entries.pop(key, None)
         keys_of_kind = [cached for cached in self.entries if cached[0] == key[0]]
         num_excess = max(0, len(keys_of_kind) + 1 - MAX_PER_KIND)
-        # The least recently used come first.
+        # Makes room for the new value; the least recently used come first.
         for excess_key in keys_of_kind[:num_excess]:
             del self.entries[excess_key]
         self.entries[key] = value

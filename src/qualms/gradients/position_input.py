@@ -119,6 +119,8 @@ class SampleAlone:
     def remove_padding(self, values: Tensor) -> Tensor:
         """Select the values [t, …] at the t tokens from values at all positions of the padded sample.
 
+        Returns `values` itself if no padding was cut off.
+
         Args:
             values: values [length, …], those at padding included.
         """
@@ -151,7 +153,7 @@ def live_positions(
     batch: Batch,
     shape: tuple[int, ...],
 ) -> Bool[Tensor, "b t"] | None:
-    """Return a mask of the t positions that are not padding; None if there is no padding.
+    """Return a mask of the t positions of the logits that are not padding; None if none is padding.
 
     Args:
         batch: the samples.
@@ -162,6 +164,7 @@ def live_positions(
     """
     if not isinstance(batch, dict):
         return None
+    # With a decoder, the positions of the logits are the decoder's.
     mask = batch.get(_answering_side(batch) + MASK)
     if mask is None or mask.ndim != 2 or bool(mask.bool().all()):
         return None
@@ -259,8 +262,10 @@ class AtPositions(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, "b pc"]:
         """Run the model and select the logits at the positions, side by side."""
+        # The engines isolate the wrapper alone; `preserve_state` has been given the inner model.
         with isolate_forward(self.model):
             output = self.model(*args, **kwargs)
+            # [b, positions, c], the positions in row-major order.
             logits = classes_last(output, self.class_dim).flatten(1, -2)
         if self.positions is not None:
             logits = logits[:, self.positions]

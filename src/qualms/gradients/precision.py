@@ -29,7 +29,7 @@ class CoarsestCast(CallMode):
     """A function mode that records the coarsest float type that a forward pass casts to.
 
     Numbers are only as precise as the coarsest type that they have been cast to. Every operation
-    counts as a cast whose result has a coarser type than all of its arguments.
+    counts as a cast whose result has a coarser type than the finest of its arguments.
 
     Attributes:
         cast_to: the coarsest type so far; None before the first cast.
@@ -40,7 +40,9 @@ class CoarsestCast(CallMode):
         self.cast_to: torch.dtype | None = None
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func`, and record its result's type if it is coarser than that of every argument.
+        """Call `func`; if it casts to a coarser type than before, keep this type in `cast_to`.
+
+        It casts if its result has a coarser type than the finest of its arguments.
 
         Args:
             func: the torch function that the model calls.
@@ -135,7 +137,7 @@ def _is_within(
         precision: the type that sets the tolerance; the type of `want` by default.
     """
     tolerance = tolerance_of(precision or want.dtype)
-    # A row of zeros has the scale 0, but may have rounding errors.
+    # A row of zeros has the scale 0, but may have rounding errors, tiny beside other rows.
     allowed = tolerance * (scale + ZERO_ROW * scale.max())
     return bool(((have - want).abs() <= allowed).all())
 
@@ -144,12 +146,14 @@ def _is_within(
 def same_values(have: Tensor, want: Tensor) -> bool:
     """Whether two results of the same operations are equal up to the last digits of their dtype.
 
-    This is stricter than `close`. Dtypes must be equal, and so must numbers that are not floats.
+    This is stricter than `close`, which allows for the rounding of a whole forward pass. Dtypes
+    must be equal, and so must numbers that are not floats.
     """
     if have.dtype != want.dtype or not want.is_floating_point():
         return torch.equal(have, want)
     is_coarse = want.element_size() < 4
     rounding = torch.finfo(want.dtype).eps * (4 if is_coarse else 64)
+    # Entries near 0 may have rounding errors from larger terms.
     largest = float(want.abs().max()) if want.numel() else 0.0
     return torch.allclose(have, want, rtol=rounding, atol=rounding / 64 * largest)
 
@@ -227,16 +231,16 @@ def sum_of_squares(g: Float[Tensor, "n p"]) -> Float64[Tensor, " n"]:
     if low.item() >= MIN_SQUARES and high.item() < torch.inf:
         return sums
     largest = torch.linalg.vector_norm(g, torch.inf, dim=1)
-    # The rows to compute again; for rows of zeros, 0 is exact.
-    odd = outside_float32_range(sums) & (largest > 0)
-    scaled = g[odd] / largest[odd].unsqueeze(1)
+    # For rows of zeros, 0 is exact.
+    redo = outside_float32_range(sums) & (largest > 0)
+    scaled = g[redo] / largest[redo].unsqueeze(1)
     squares = torch.linalg.vecdot(scaled, scaled).double()
-    sums[odd] = squares * largest[odd].double().square()
+    sums[redo] = squares * largest[redo].double().square()
     return sums
 
 
 def inner_products(g: Float[Tensor, "b m p"]) -> Float64[Tensor, "b m m"]:
-    """Compute the inner products of each sample's gradients.
+    """Compute the inner products of all pairs of each sample's gradients.
 
     Samples for which float32 under- or overflows are computed in float64.
 
@@ -245,14 +249,14 @@ def inner_products(g: Float[Tensor, "b m p"]) -> Float64[Tensor, "b m m"]:
     """
     products = (g @ g.mT).double()
     squares = products.diagonal(dim1=1, dim2=2)
-    odd = outside_float32_range(squares)
-    if not bool(odd.any()):
+    redo = outside_float32_range(squares)
+    if not bool(redo.any()):
         return products
     # For a gradient of zeros, 0 is exact.
-    odd &= (squares != 0) | g.any(2)
+    redo &= (squares != 0) | g.any(2)
     # A block of entries at a time, as a copy of all gradients in float64 would take much memory.
     block_size = max(1, MAX_CONVERTED // g.shape[1])
-    for b in odd.any(1).nonzero().flatten().tolist():
+    for b in redo.any(1).nonzero().flatten().tolist():
         products[b] = 0.0
         for block in g[b].split(block_size, dim=1):
             in_double = block.double()
@@ -269,7 +273,8 @@ def look_like_probabilities(logits: Float[Tensor, "rows c"]) -> bool:
     rounding = torch.finfo(logits.dtype).eps
     if bool((logits < 0).any()):
         return False
-    if rounding > 1e-6 and len(logits) < MIN_COARSE_ROWS:
+    is_16_bit = rounding > 1e-6
+    if is_16_bit and len(logits) < MIN_COARSE_ROWS:
         return False
     away_from_one = (logits.double().sum(1) - 1).abs()
     return bool((away_from_one <= logits.shape[1] * rounding).all())

@@ -114,7 +114,13 @@ class GradientRequest:
         )
 
     def with_directions_of(self, part: slice) -> "GradientRequest":
-        """Make the same request for the same batch, with the directions of some of the samples."""
+        """Narrow the directions to those of some of the samples; the batch stays whole.
+
+        For engines that are given the rows of these samples apart from the request.
+
+        Args:
+            part: the indices of the samples.
+        """
         directions = self.directions.of_samples(part)
         return self if directions is self.directions else replace(self, directions=directions)
 

@@ -73,6 +73,7 @@ class Settings:
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
+        """Raise an error that names the argument if a setting is invalid."""
         for argument, value in (("budget", self.budget), ("batch_size", self.batch_size)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise QualmsError(
@@ -100,7 +101,7 @@ class Settings:
 
     @property
     def description(self) -> str:
-        """How scores are computed, as a phrase for users: "exact", or how precise an estimate is."""
+        """How scores are computed, for users: how precise an estimate is, or the engine's name."""
         if self.sketch is not None:
             return f"a sketch with {self.sketch.tangents} tangents"
         if self.tolerance:
@@ -157,6 +158,7 @@ class Smoothing:
     antithetic: bool = True
 
     def __post_init__(self) -> None:
+        # σ > 0, one or one per channel, and at least one draw.
         check_parameters(self, "smoothing", sigma=NOISE, draws=whole(1))
 
     @classmethod

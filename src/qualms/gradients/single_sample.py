@@ -38,7 +38,7 @@ class FirstSample:
         selected: dict[str, Tensor],
         reduce: Callable[[Tensor], Tensor] = at_least_float32,
     ) -> "FirstSample":
-        """Compute the logits and the gradient of the first row of a batch.
+        """Compute the logits and the gradient of a batch's first row, to compare traces with.
 
         Args:
             model: the model, inside `preserve_state`.
@@ -61,7 +61,7 @@ def check_repeatable(
     row: ModelInput,
     logits: Float[Tensor, "1 c"],
 ) -> torch.dtype:
-    """Run a row again, and raise an error if its logits differ from those of the first run.
+    """Run one row of a batch again, and raise an error if its logits differ from the first run's.
 
     This is checked in every batch: an input may reach a random operation that inputs of earlier
     batches did not reach.
@@ -117,7 +117,13 @@ def random_direction(logits: Tensor) -> Float[Tensor, "1 1 c"]:
     """Draw a random direction in logit space, the same for all logits with this number of classes."""
     num_classes = logits.shape[1]
     generator = torch.Generator().manual_seed(0)
-    direction = torch.randn(1, 1, num_classes, generator=generator, dtype=torch.double)
+    direction = torch.randn(
+        1,
+        1,
+        num_classes,
+        generator=generator,
+        dtype=torch.double,
+    )
     return direction.to(logits.device)
 
 
@@ -204,7 +210,11 @@ def gradients_of(
     interrupts.deliver()
     try:
         gradients = torch.autograd.grad(
-            target, parameters, cotangent, retain_graph=True, allow_unused=True
+            target,
+            parameters,
+            cotangent,
+            retain_graph=True,
+            allow_unused=True,
         )
     except RuntimeError as error:
         raise QualmsError(f"the model cannot be differentiated: {reason(error)}") from error

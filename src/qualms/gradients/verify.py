@@ -85,9 +85,9 @@ class CrossBatchCheck:
         return logits[chunk.start - self._start : chunk.stop - self._start]
 
     def _compute_from(self, chunk: slice) -> Float[Tensor, "b r c"]:
-        """Compute and keep the logits of a chunk and of the chunks after it, up to `ROWS_AHEAD` rows.
+        """Compute the logits of a chunk, and ahead those of the chunks after it, in other batches.
 
-        Returns the logits of all samples in these chunks.
+        Up to `ROWS_AHEAD` rows are computed. Their logits are kept in `_logits` and returned.
         """
         remaining = [c for c in self.chunks if c.start >= chunk.start]
         rows = self.request.rows_per_sample * (chunk.stop - chunk.start)
@@ -105,8 +105,9 @@ def cross_batch_logits(
 ) -> Float[Tensor, "b r c"]:
     """Compute the logits of all rows by plain forward passes over groups other than the chunks.
 
-    With n chunks a group has every n-th sample (every second if there is a single chunk), so that
-    samples of one chunk run in different groups; and of each sample every second row.
+    If a row has other logits in its chunk, samples influence each other. With n chunks a group has
+    every n-th sample (every second if there is a single chunk), so that samples of one chunk run in
+    different groups; and of each sample every second row.
 
     Args:
         request: the samples of consecutive chunks, each with r rows.
@@ -119,7 +120,10 @@ def cross_batch_logits(
         group = slice(start, None, stride)
         group_size = len(range(samples)[group])
         logits = logits_in_groups(
-            request.model, request.make_rows(group), groups=min(2, rows), period=rows
+            request.model,
+            request.make_rows(group),
+            groups=min(2, rows),
+            period=rows,
         )
         logits_of_groups.append(logits.unflatten(0, (group_size, rows)))
     return restore_order(logits_of_groups, strided_groups(samples, stride))
@@ -220,7 +224,9 @@ class Separation:
         device: torch.device,
         precision: torch.dtype,
     ) -> "Separation":
-        """Choose scales from 1 down to 2⁻⁶ (2⁻³ for 16-bit types), evenly spread, in random order.
+        """Choose a different scale for each sample, from 1 down to 2⁻⁶ (2⁻³ for 16-bit types).
+
+        They are evenly spread in logarithms, in random order.
 
         Args:
             samples: the number of samples.
@@ -232,7 +238,7 @@ class Separation:
         return cls((-octaves * order.double() / samples).exp2().to(device), precision)
 
     def scale(self, cotangent: Float[Tensor, "rows c"]) -> Float[Tensor, "rows c"]:
-        """Multiply the rows of each sample b in a cotangent by s_b."""
+        """Multiply the rows of each sample b in a cotangent by s_b, the sample's own factor."""
         rows_per_sample = len(cotangent) // len(self.scales)
         row_scales = self.scales.repeat_interleave(rows_per_sample)
         return cotangent * row_scales[:, None].to(cotangent)
@@ -253,7 +259,8 @@ class Separation:
             return
         have = torch.stack([scaled[name] for name in names]).double()
         want = torch.stack([plain[name] for name in names]).double() * self.scales
-        # A gradient that should be zero consists of rounding errors, which need not scale.
+        # A gradient that should be zero consists of rounding errors, which need not scale. They
+        # are small beside the gradient of all parameters.
         rounding = 100 * torch.finfo(self.precision).eps * root_of_squares(want.T)
         allowed = tolerance_of(self.precision) * have.maximum(want) + rounding
         if bool(((have - want).abs() > allowed).any()):
@@ -263,7 +270,8 @@ class Separation:
 def require_separate_gradients(pullback: Pullback, precision: torch.dtype) -> None:
     """Raise `NotBatchable` if a sample's gradients depend on the cotangents of other samples.
 
-    This takes two further passes along a random direction; `measure_separate` needs only one.
+    Norms along a random direction must scale with the cotangent, each sample by another factor.
+    This takes two further backward passes; `measure_separate` needs only one.
 
     Args:
         pullback: the pullback of a traced forward pass.
@@ -289,6 +297,9 @@ def measure_separate(
 ) -> dict[str, Float[Tensor, "b m"]]:
     """Compute norms as `measure` does, and check by one further pass that samples are separate.
 
+    The further pass is along a copy of one direction, with each sample multiplied by another
+    factor: its norms must scale by the same factors.
+
     Args:
         pullback: the pullback of a traced forward pass.
         cotangents: m directions.
@@ -309,12 +320,13 @@ def measure_separate(
     num_directions = cotangents.num_directions
     norms = measure(pullback, Cotangents(num_directions + 1, with_copy.blocks), kind)
     if with_copy.copied_index is None:
-        # No direction was fit to be copied, so a random one is used.
+        # Every direction is zero for some sample, so a random one is used.
         require_separate_gradients(pullback, precision)
     else:
         plain = _norms_along(norms, with_copy.copied_index)
         scaled = _norms_along(norms, -1)
         separation.require_scaled(plain, scaled)
+    # Without the norms along the copy.
     return {name: of_name[:, :num_directions] for name, of_name in norms.items()}
 
 
@@ -338,8 +350,8 @@ class _WithScaledCopy:
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the blocks of `cotangents`, then a block with the scaled copy of one direction.
 
-        The first direction that is nonzero for every sample is copied. If there is none, no copy
-        is yielded.
+        The first direction that is nonzero for every sample is copied, as a gradient of zero shows
+        nothing. If there is none, no copy is yielded.
 
         Yields:
             Pairs of k cotangents [k, rows, c] and their scales [k, b].

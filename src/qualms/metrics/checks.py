@@ -55,7 +55,8 @@ def scores(values: Any, what: str) -> Float[Floats, " n"]:
 
 
 def scores_and_outcomes(
-    uncertainty: Any, correct: Any
+    uncertainty: Any,
+    correct: Any,
 ) -> tuple[Float[Floats, " n"], Bool[Bools, " n"]]:
     """Convert the uncertainty and the correctness of each input to checked arrays.
 
@@ -78,7 +79,8 @@ def scores_and_outcomes(
 
 
 def scores_and_qualities(
-    uncertainty: Any, quality: Any
+    uncertainty: Any,
+    quality: Any,
 ) -> tuple[Float[Floats, " n"], Float[Floats, " n"]]:
     """Convert the uncertainty and the quality of each output to checked arrays of shape [n].
 
@@ -92,7 +94,10 @@ def scores_and_qualities(
     return u, q
 
 
-def logits_and_labels(logits: Any, labels: Any) -> tuple[Float[Floats, "n c"], Int[Integers, " n"]]:
+def logits_and_labels(
+    logits: Any,
+    labels: Any,
+) -> tuple[Float[Floats, "n c"], Int[Integers, " n"]]:
     """Convert logits of shape [n, c] and labels of shape [n] to checked arrays.
 
     Args:
@@ -133,7 +138,12 @@ def _require_finite(values: NDArray[Any], what: str) -> NDArray[Any]:
     return values
 
 
-def _require_same_length(a: NDArray[Any], a_name: str, b: NDArray[Any], b_name: str) -> None:
+def _require_same_length(
+    a: NDArray[Any],
+    a_name: str,
+    b: NDArray[Any],
+    b_name: str,
+) -> None:
     """Raise an error unless two arrays have the same length.
 
     Args:

@@ -90,7 +90,8 @@ def auroc_difference_interval(
 
 
 def count_pairs_won(
-    in_groups: Sequence[Floats], out_groups: Sequence[Floats]
+    in_groups: Sequence[Floats],
+    out_groups: Sequence[Floats],
 ) -> Float[Floats, "i o"]:
     """Count the pairs in which the unknown input has the higher score, for every two groups.
 
@@ -116,7 +117,11 @@ def count_pairs_won(
         num_higher = len(group) - np.searchsorted(sorted_group, known, "right")
         won_by_known = (num_not_lower + num_higher) / 2
         # Summed over the known inputs of each group.
-        won[:, column] = np.bincount(group_of_known, weights=won_by_known, minlength=len(in_groups))
+        won[:, column] = np.bincount(
+            group_of_known,
+            weights=won_by_known,
+            minlength=len(in_groups),
+        )
     return won
 
 

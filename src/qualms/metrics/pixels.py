@@ -11,7 +11,10 @@ from qualms.metrics.ranking import aupr, auroc, fpr95
 
 
 def pixel_metrics(
-    scores: Any, labels: Any, unknown: int | Collection[int], ignore_index: int = 255
+    scores: Any,
+    labels: Any,
+    unknown: int | Collection[int],
+    ignore_index: int = 255,
 ) -> dict[str, float]:
     """Compute how well scores separate pixels of unknown objects from others: `auroc`, `aupr` and
     `fpr95`, with unknown pixels as the positive class.
@@ -48,7 +51,10 @@ def pixel_metrics(
 
 
 def _select_pixels(
-    scores: Any, labels: Any, unknown: int | Collection[int], ignore_index: int
+    scores: Any,
+    labels: Any,
+    unknown: int | Collection[int],
+    ignore_index: int,
 ) -> tuple[Floats, Bools]:
     """Select the pixels that are not ignored.
 
@@ -88,7 +94,7 @@ def _select_pixels(
     is_unknown = np.isin(classes[is_selected], unknown_labels)
     if is_unknown.all() or not is_unknown.any():
         missing = f"no pixels labeled {unknown_labels}"
-        # The size, since `all` is true of no pixels.
+        # `all` is also true of an empty array, which has a size of 0.
         if is_unknown.size and is_unknown.all():
             missing = "no known pixels"
         raise QualmsError(f"there are {missing}, so AUROC is undefined; pass more images.")

@@ -72,7 +72,7 @@ def nll_softmax_twice(logits: Any, labels: Any) -> float:
     """
     z, y = logits_and_labels(logits, labels)
     probs = np.exp(_log_softmax(z))
-    # `nll` applies the second softmax.
+    # `nll` takes these for logits, so it applies the second softmax.
     return nll(probs, y)
 
 

@@ -99,7 +99,10 @@ def fpr95(in_scores: Any, out_scores: Any, positive: str = "out") -> float:
     return float(false_alarms[first_enough] / len(negatives))
 
 
-def roc(in_scores: Any, out_scores: Any) -> tuple[Float[Floats, " t"], Float[Floats, " t"]]:
+def roc(
+    in_scores: Any,
+    out_scores: Any,
+) -> tuple[Float[Floats, " t"], Float[Floats, " t"]]:
     """Compute the ROC curve: false-positive and true-positive rates, out-of-distribution positive.
 
     The area under the curve is `auroc`.
@@ -129,7 +132,11 @@ def roc(in_scores: Any, out_scores: Any) -> tuple[Float[Floats, " t"], Float[Flo
     return fpr, tpr
 
 
-def _order_classes(in_scores: Any, out_scores: Any, positive: str) -> tuple[Floats, Floats]:
+def _order_classes(
+    in_scores: Any,
+    out_scores: Any,
+    positive: str,
+) -> tuple[Floats, Floats]:
     """Return checked scores of the positive and of the negative class; higher is more positive.
 
     Args:
@@ -150,7 +157,8 @@ def _order_classes(in_scores: Any, out_scores: Any, positive: str) -> tuple[Floa
 
 
 def _count_detections(
-    positives: Float[Floats, " p"], negatives: Float[Floats, " n"]
+    positives: Float[Floats, " p"],
+    negatives: Float[Floats, " n"],
 ) -> tuple[Int[Integers, " t"], Int[Integers, " t"]]:
     """Count how many inputs are detected if the threshold is each of the t distinct scores.
 

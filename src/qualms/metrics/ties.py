@@ -7,7 +7,8 @@ from qualms.metrics.checks import Bools, Floats
 
 
 def total_among_most_certain(
-    uncertainty: Float[Floats, " n"], values: Bool[Bools, " n"] | Float[Floats, " n"]
+    uncertainty: Float[Floats, " n"],
+    values: Bool[Bools, " n"] | Float[Floats, " n"],
 ) -> Float[Floats, " n"]:
     """Compute the expected sum of the values of the i most certain inputs, i = 1..n.
 
@@ -22,7 +23,11 @@ def total_among_most_certain(
         The expected sum for each i, of shape [n].
     """
     # For each input the index of its group of equal scores, and the size of each group.
-    _, group_of_input, group_sizes = np.unique(uncertainty, return_inverse=True, return_counts=True)
+    _, group_of_input, group_sizes = np.unique(
+        uncertainty,
+        return_inverse=True,
+        return_counts=True,
+    )
     group_sums = np.bincount(group_of_input, weights=values)
     # Sums at the ranks where a group ends, beginning with a sum of 0 at rank 0.
     end_ranks = np.concatenate([[0.0], np.cumsum(group_sizes)])

@@ -11,7 +11,10 @@ PADDING = 4  # pixels that a crop may move the image by
 DEGREES = 15.0
 
 
-def augment(x: Float[Tensor, "n c h w"], draws: torch.Generator) -> Float[Tensor, "n c h w"]:
+def augment(
+    x: Float[Tensor, "n c h w"],
+    draws: torch.Generator,
+) -> Float[Tensor, "n c h w"]:
     """Mirror half of the images, rotate each by up to 15 degrees, and shift it by up to 4 pixels.
 
     All three are done in one resampling: pixel u of the result is pixel A u of the image, with A an

@@ -43,6 +43,7 @@ class TrainingRun:
         self.epoch = 0
         self.history: list[dict[str, int | float]] = []
         self.best_epoch = 0
+        # Below every accuracy, so that the first epoch that is validated is kept.
         self.best_accuracy = -1.0
         self.best_state: dict[str, Tensor] = {}
 
@@ -71,19 +72,19 @@ class TrainingRun:
         order = torch.randperm(len(images), generator=shuffle)
         draws = generator(seed, DRAWS, self.epoch)
         loss_sum = 0.0
-        # Inside, the global random numbers are the run's own; the caller's are restored.
+        # Restores the caller's global random generator in the end.
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
             # The model's dropout draws from the global generator.
             torch.manual_seed(int(torch.randint(2**62, (), generator=draws)))
-            for index in order.split(self.recipe.batch):
-                if len(index) == 1 < len(images):
+            for chosen in order.split(self.recipe.batch):
+                if len(chosen) == 1 < len(images):
                     # A last batch of one image is left out: batch normalization needs a variance.
                     continue
-                x = normalization.apply(images.pixels[index])
-                y = images.labels[index]
+                x = normalization.apply(images.pixels[chosen])
+                y = images.labels[chosen]
                 if self.recipe.augment:
                     x = augment(x, draws)
-                loss_sum += self._step(x.to(device), y.to(device)) * len(index)
+                loss_sum += self._step(x.to(device), y.to(device)) * len(chosen)
         self.schedule.step()
         self.epoch += 1
         return loss_sum / len(images)
@@ -117,7 +118,10 @@ class TrainingRun:
             self.best_state = {name: value.detach().clone() for name, value in state.items()}
 
 
-def _make_optimizer(model: nn.Module, recipe: Recipe) -> tuple[torch.optim.Optimizer, Any]:
+def _make_optimizer(
+    model: nn.Module,
+    recipe: Recipe,
+) -> tuple[torch.optim.Optimizer, Any]:
     """Build Adam with a cosine schedule, or SGD with momentum and drops of the learning rate.
 
     Returns:
@@ -139,7 +143,11 @@ def _make_optimizer(model: nn.Module, recipe: Recipe) -> tuple[torch.optim.Optim
 
 
 @torch.no_grad()
-def measure_accuracy(model: nn.Module, images: Images, normalization: Normalization) -> float:
+def measure_accuracy(
+    model: nn.Module,
+    images: Images,
+    normalization: Normalization,
+) -> float:
     """Compute the share of images that a model classifies correctly, in evaluation mode.
 
     Args:
@@ -151,10 +159,10 @@ def measure_accuracy(model: nn.Module, images: Images, normalization: Normalizat
     model.eval()
     device = next(model.parameters()).device
     correct = 0
-    for index in torch.arange(len(images)).split(EVALUATION_BATCH):
-        x = normalization.apply(images.pixels[index]).to(device)
+    for chosen in torch.arange(len(images)).split(EVALUATION_BATCH):
+        x = normalization.apply(images.pixels[chosen]).to(device)
         predicted = _compute_logits(model, x).argmax(1).cpu()
-        correct += int((predicted == images.labels[index]).sum())
+        correct += int((predicted == images.labels[chosen]).sum())
     return correct / len(images)
 
 

@@ -201,7 +201,10 @@ def _is_state_of(model: nn.Module, state: Mapping[str, Any]) -> bool:
     return True
 
 
-def _require_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def _require_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+) -> None:
     """Raise a ValueError unless an optimizer can load a saved state.
 
     Args:
@@ -221,7 +224,8 @@ def _require_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, 
 def _require_same_types(ours: Any, theirs: Any) -> None:
     """Raise a ValueError if nested values differ in type, in keys of dicts, or in length of lists.
 
-    Numbers and strings may differ in value; int and float count as one type.
+    Values of other types could be loaded, and fail later, in training. Numbers and strings may
+    differ in value; int and float count as one type.
 
     Args:
         ours: settings of this run: a number, a string, or a dict, list or tuple of settings.

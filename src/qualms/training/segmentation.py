@@ -51,14 +51,14 @@ def fit_scenes(
     for epoch in range(recipe.epochs):
         loss_sum = 0.0
         order = torch.randperm(len(scenes), generator=generator(seed, epoch))
-        for index in order.split(recipe.batch):
-            logits = model(normalization.apply(scenes.pixels[index]))
-            loss = F.cross_entropy(logits, scenes.labels[index], ignore_index=IGNORED)
+        for chosen in order.split(recipe.batch):
+            logits = model(normalization.apply(scenes.pixels[chosen]))
+            loss = F.cross_entropy(logits, scenes.labels[chosen], ignore_index=IGNORED)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()
-            loss_sum += float(loss.detach()) * len(index)
+            loss_sum += float(loss.detach()) * len(chosen)
         epoch_losses.append(loss_sum / len(scenes))
         if progress is not None:
             progress("epochs", epoch + 1, recipe.epochs)
