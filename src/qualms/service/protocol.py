@@ -99,7 +99,11 @@ def add_protocol_routes(
     @app.get("/v2", responses=errors, dependencies=token_dependencies)
     async def server() -> ServerMetadata:
         """Describe the server."""
-        return ServerMetadata(name="qualms", version=__version__, extensions=[])
+        return ServerMetadata(
+            name="qualms",
+            version=__version__,
+            extensions=[],
+        )
 
     path = f"/v2/models/{handler.startup.model_info.model}"
 
@@ -159,12 +163,24 @@ def _describe_model(handler: RequestHandler) -> ModelMetadata:
         shape = [ANY_LENGTH, *transform.size, transform.channels or ANY_LENGTH]
     outputs = []
     for name, datatype in _output_datatypes(info).items():
-        outputs.append(TensorMetadata(name=name, datatype=datatype, shape=[ANY_LENGTH]))
+        outputs.append(
+            TensorMetadata(
+                name=name,
+                datatype=datatype,
+                shape=[ANY_LENGTH],
+            )
+        )
     return ModelMetadata(
         name=info.model,
         versions=[info.model_hash],
         platform="pytorch",
-        inputs=[TensorMetadata(name="images", datatype="UINT8", shape=shape)],
+        inputs=[
+            TensorMetadata(
+                name="images",
+                datatype="UINT8",
+                shape=shape,
+            )
+        ],
         outputs=outputs,
     )
 
@@ -234,7 +250,12 @@ def _make_output_tensors(
     tensors = []
     for name in unique_names:
         data = [_output_value(result, name) for result in results]
-        tensor = OutputTensor(name=name, datatype=datatypes[name], shape=[len(data)], data=data)
+        tensor = OutputTensor(
+            name=name,
+            datatype=datatypes[name],
+            shape=[len(data)],
+            data=data,
+        )
         tensors.append(tensor)
     return tensors
 

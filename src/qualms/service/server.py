@@ -121,7 +121,7 @@ class ScoringServer(LitServer):
         return super()._start_server(port, num_uvicorn_servers, log_level, sockets, *args, **kwargs)
 
     def _start_worker_monitoring(self, manager: Any, uvicorn_workers: dict[Any, Any]) -> None:
-        """Wait for the network, call `on_ready`, and let LitServe watch the processes.
+        """Wait until the network is ready, call `on_ready`, and let LitServe watch the processes.
 
         Args:
             manager: The manager that LitServe has created.
@@ -202,7 +202,12 @@ def build_server(
         The server, and the client that sends requests to the process with the model.
     """
     worker = ScoringWorker(load, config, startup)
-    server = ScoringServer(worker, accelerator="cpu", devices=1, timeout=config.deadline)
+    server = ScoringServer(
+        worker,
+        accelerator="cpu",
+        devices=1,
+        timeout=config.deadline,
+    )
     server.app.router.routes.clear()
     server.uvicorn_graceful_timeout = config.deadline + SHUTDOWN_SECONDS
     return server, worker.spec
@@ -337,7 +342,7 @@ def _make_startup_handler(startup: Startup) -> Callable[..., None]:
 
 
 def _stop_server(*_: object) -> None:
-    """Handle SIGINT or SIGTERM once the network is ready: raise what makes LitServe stop in order.
+    """Handle SIGINT or SIGTERM once the network is ready: raise the error that stops LitServe.
 
     A forked process, which inherits this handler, exits silently instead.
     """
@@ -348,7 +353,7 @@ def _stop_server(*_: object) -> None:
 
 
 def _is_no_monitoring_record(record: logging.LogRecord) -> bool:
-    """Whether a record of LitServe's log is written: false for those of its monitoring thread.
+    """Filter LitServe's log: return False for records of its monitoring thread, to drop them.
 
     While the service stops, that thread may read a queue that has just ended, and log an error.
     """
@@ -359,6 +364,7 @@ def _kill_children() -> None:
     """End all processes that this one started, since Python would wait for them at its exit."""
     for process in active_children():
         if process.name.startswith(MANAGER_PREFIX):
+            # SIGTERM is enough for the process with the queues.
             process.terminate()
         else:
             # SIGKILL: at a SIGTERM, uvicorn would first answer its requests, and a process that

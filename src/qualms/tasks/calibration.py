@@ -41,7 +41,7 @@ def calibration(
     Args:
         network: The network that is scored.
         images: Labeled images.
-        methods: The methods by the names that rows have, with noise for pixels in [0, 1].
+        methods: The methods by the names that rows have, with noise levels for pixels in [0, 1].
         journal: Saves the rows; rows that it has are not computed again.
         seed: The seed of all random draws.
         engine: How gradient scores are computed.
