@@ -147,7 +147,7 @@ def _add_monitoring_routes(
     handler: RequestHandler,
     token_dependencies: list[Any],
 ) -> None:
-    """Add the probes and the metrics.
+    """Add the probes `/healthz` and `/readyz`, and the metrics for Prometheus.
 
     Args:
         app: The app to add the routes to.

@@ -131,7 +131,7 @@ def add_protocol_routes(
 
 
 def _add_health_routes(app: FastAPI, handler: RequestHandler) -> None:
-    """Add the probes, which need no token.
+    """Add the routes by which others check that the service runs; they need no token.
 
     Args:
         app: The app to add the routes to.
@@ -163,24 +163,22 @@ def _describe_model(handler: RequestHandler) -> ModelMetadata:
         shape = [ANY_LENGTH, *transform.size, transform.channels or ANY_LENGTH]
     outputs = []
     for name, datatype in _output_datatypes(info).items():
-        outputs.append(
-            TensorMetadata(
-                name=name,
-                datatype=datatype,
-                shape=[ANY_LENGTH],
-            )
+        output = TensorMetadata(
+            name=name,
+            datatype=datatype,
+            shape=[ANY_LENGTH],
         )
+        outputs.append(output)
+    images = TensorMetadata(
+        name="images",
+        datatype="UINT8",
+        shape=shape,
+    )
     return ModelMetadata(
         name=info.model,
         versions=[info.model_hash],
         platform="pytorch",
-        inputs=[
-            TensorMetadata(
-                name="images",
-                datatype="UINT8",
-                shape=shape,
-            )
-        ],
+        inputs=[images],
         outputs=outputs,
     )
 

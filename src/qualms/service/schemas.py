@@ -32,6 +32,15 @@ Number = Annotated[
         allow_inf_nan=False,
     ),
 ]
+# The length of an axis.
+Length = Annotated[
+    int,
+    Field(
+        strict=True,
+        ge=1,
+        le=2**31,
+    ),
+]
 Color = Annotated[list[Number], Field(min_length=1, max_length=3)]
 Row = Annotated[list[Number | Color], FailFast(), Field(min_length=1)]
 Image = Annotated[list[Row], FailFast(), Field(min_length=1)]
@@ -170,19 +179,7 @@ class InputTensor(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: Literal["images"]
-    shape: Annotated[
-        list[
-            Annotated[
-                int,
-                Field(
-                    strict=True,
-                    ge=1,
-                    le=2**31,
-                ),
-            ]
-        ],
-        FailFast(),
-    ] = Field(
+    shape: Annotated[list[Length], FailFast()] = Field(
         min_length=3,
         max_length=4,
         description="[images, height, width] or [images, height, width, channels].",

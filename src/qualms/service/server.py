@@ -57,6 +57,7 @@ class ScoringServer(LitServer):
         super().__init__(worker, **kwargs)
         self.startup = worker.startup
         self.sockets: list[socket.socket] = []
+        # `serve` sets both before the start.
         self.url = ""
         self.on_ready: Callable[[], None] = lambda: None
 
@@ -191,7 +192,7 @@ def build_server(
     config: ServiceConfig,
     startup: Startup,
 ) -> tuple[ScoringServer, BatchClient]:
-    """Build a server on LitServe's, without the routes that LitServe adds.
+    """Build the LitServe server of a network, without the routes that LitServe adds.
 
     Args:
         load: Loads the network, and chooses its device.
@@ -202,6 +203,7 @@ def build_server(
         The server, and the client that sends requests to the process with the model.
     """
     worker = ScoringWorker(load, config, startup)
+    # One process with the model, to which LitServe gives no GPU: `load` chooses the device.
     server = ScoringServer(
         worker,
         accelerator="cpu",
@@ -364,7 +366,7 @@ def _kill_children() -> None:
     """End all processes that this one started, since Python would wait for them at its exit."""
     for process in active_children():
         if process.name.startswith(MANAGER_PREFIX):
-            # SIGTERM is enough for the process with the queues.
+            # The process with the queues, which at a SIGTERM removes the folder of its socket.
             process.terminate()
         else:
             # SIGKILL: at a SIGTERM, uvicorn would first answer its requests, and a process that

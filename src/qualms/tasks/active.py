@@ -35,7 +35,7 @@ DRAW_START, DRAW_PICK = range(2)
 RANDOM = "Random"
 # The paper trains one small network on all its datasets.
 NETWORKS = {"mnist": "mnist-cnn", "fashion-mnist": "mnist-cnn", "digits": "digits-cnn"}
-COLOR = "cnn-32"
+COLOR_NETWORK = "cnn-32"
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ class _Trainer:
             network.model,
             InputBatches(network, self.images.take(unlabeled)),
             count,
-            network.scale_noise(method),
+            network.scale_noise(method),  # from pixels to normalized inputs
             diversity=self.plan.diversity,
             seed=self.seed,
             train=labeled_batches,

@@ -58,6 +58,7 @@ def calibration(
         raise QualmsError(
             f"{images.name} has no labels, so it is not known which predictions are right."
         )
+    # The engine that `auto` stands for, so that rows name it.
     engine, tolerance = choose_engine(network, images, methods, engine, tolerance)
     scored = score_images(
         network,

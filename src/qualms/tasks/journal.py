@@ -185,7 +185,7 @@ class Journal(AbstractContextManager["Journal"]):
 
 
 def read(path: str | Path) -> list[Any]:
-    """Read a file of rows, of any run.
+    """Read the file of a journal, of any run.
 
     Returns:
         The header, then the rows; each is a dict.
@@ -294,7 +294,7 @@ def _require_row(row: Any, require_all_keys: bool) -> None:
     """
     if not isinstance(row, dict):
         raise ValueError("no row")
-    kind = row.get("row")
+    kind = row.get("row")  # such as "scores"
     if not isinstance(kind, str):
         if require_all_keys:
             raise ValueError("no row")

@@ -56,6 +56,7 @@ def ood(
         For each other dataset and method, a row with AUROC and its 95 % interval, AUPR with either
         dataset as the positive class, and FPR95.
     """
+    # The engine that `auto` stands for, so that rows name it.
     engine, tolerance = choose_engine(network, inside, methods, engine, tolerance)
     resized_outside = [resize_like(network, inside, images) for images in outside]
     scores_of_datasets: list[dict[str, np.ndarray]] = []

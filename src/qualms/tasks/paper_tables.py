@@ -21,7 +21,7 @@ from qualms.models.zoo import ZOO
 from qualms.progress import ProgressFn
 from qualms.stream.network import Network
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
-from qualms.tasks.active import COLOR, NETWORKS, RANDOM, active
+from qualms.tasks.active import COLOR_NETWORK, NETWORKS, RANDOM, active
 from qualms.tasks.calibration import calibration
 from qualms.tasks.image_scores import measure_accuracy, select_usable
 from qualms.tasks.journal import Journal
@@ -101,7 +101,7 @@ def table3(preset: Preset, workspace: Workspace) -> Iterator[Row]:
         train, test = _load(dataset, workspace.root, "train"), _load(dataset, workspace.root)
         if preset.active_test is not None:
             test = test.subset(preset.active_test)
-        name = NETWORKS.get(dataset, COLOR)
+        name = NETWORKS.get(dataset, COLOR_NETWORK)
         build = partial(_build_network, name, DATASETS[dataset].classes, workspace.device)
         about = {
             "data": dataset,
@@ -143,6 +143,7 @@ def vit(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Measure out-of-distribution detection by a vision transformer."""
     # `VIT` maps each pair of datasets to its rows, which have the same names for all pairs.
     paper_names = next(iter(VIT.values()))
+    # Entropy is added as the baseline; the paper's table lacks it.
     for dataset, setup in preset.vit.items():
         all_paper_methods = paper_methods(dataset, preset.smooth, preset.draws)
         methods = {

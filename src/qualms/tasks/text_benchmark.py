@@ -287,6 +287,7 @@ def error_measures(scores: Floats, scored: ScoredWindows) -> NextTokenMeasures:
     """
     # All three [windows, length - 1].
     uncertainty, right = scores[:, :-1], scored.right
+    # For PRR, a prediction is as good as the probability that it gives to the token that follows.
     prob_of_next_token = np.exp(scored.log_probs[:, 1:])
     # For each window, the scores where the prediction is right, and those where it is wrong.
     scores_of_right, scores_of_wrong = [], []
