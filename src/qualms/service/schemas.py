@@ -265,7 +265,7 @@ def infer_body_schema() -> dict[str, Any]:
 def _inline_refs(schema: Any, definitions: dict[str, Any]) -> Any:
     """Return a JSON schema in which each `$ref` is replaced by the definition that it names.
 
-    An OpenAPI document that contains the schema would look for the definitions in other places.
+    A `$ref` counts from the top of its document: within an OpenAPI document it would name nothing.
 
     Args:
         schema: A JSON schema, or a part of one: a dict, a list or a plain value.

@@ -57,7 +57,7 @@ class ScoringServer(LitServer):
         super().__init__(worker, **kwargs)
         self.startup = worker.startup
         self.sockets: list[socket.socket] = []
-        # `serve` sets both before the start.
+        # `serve` sets these two before the start.
         self.url = ""
         self.on_ready: Callable[[], None] = lambda: None
 
@@ -278,7 +278,7 @@ def serve(
 
 
 def _service_url(config: ServiceConfig) -> str:
-    """Return the service's URL."""
+    """Return the service's URL, in which an IPv6 address stands in brackets."""
     is_ipv6 = ":" in config.host
     host = f"[{config.host}]" if is_ipv6 else config.host
     return f"http://{host}:{config.port}"

@@ -66,10 +66,10 @@ def sigma_sweep(
         sigmas: Noise levels, in pixels scaled to [0, 1].
         smooth: The smoothing to vary; all but its σ is kept.
     """
-    base = smooth or Smoothing(SIGMA)
+    settings = smooth or Smoothing(SIGMA)
     lam = 0.3 if dataset == "svhn" else LAMBDA.get(dataset, DEFAULT_LAMBDA)
     methods: dict[str, Method] = {}
     for sigma in sigmas:
-        smoothing = Smoothing(sigma, base.draws, base.antithetic)
+        smoothing = Smoothing(sigma, settings.draws, settings.antithetic)
         methods[f"σ = {sigma:g}"] = REGrad(layers=lam, smooth=smoothing)
     return methods

@@ -35,7 +35,7 @@ DRAW_START, DRAW_PICK = range(2)
 RANDOM = "Random"
 # The paper trains one small network on all its datasets.
 NETWORKS = {"mnist": "mnist-cnn", "fashion-mnist": "mnist-cnn", "digits": "digits-cnn"}
-COLOR_NETWORK = "cnn-32"
+COLOR_NETWORK = "cnn-32"  # of all other datasets, which are in color
 
 
 @dataclass(frozen=True)
