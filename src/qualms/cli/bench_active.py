@@ -17,7 +17,7 @@ from qualms.report.tables import active_table
 from qualms.stream.network import Network
 from qualms.stream.sizes import FORWARD_BATCH
 from qualms.tasks import active as task
-from qualms.tasks.active import COLOR, NETWORKS, RANDOM, Plan
+from qualms.tasks.active import COLOR_NETWORK, NETWORKS, RANDOM, Plan
 from qualms.tasks.image_scores import select_usable
 from qualms.tasks.journal import Journal
 from qualms.tasks.rows import LeftOutRow, Row
@@ -77,7 +77,7 @@ def active(options: ActiveOptions) -> None:
             f"bench active needs a known dataset with labels, but {options.inside!r} is not one; "
             f"choose one of {', '.join(DATASETS)}."
         )
-    network_name = options.model or NETWORKS.get(dataset, COLOR)
+    network_name = options.model or NETWORKS.get(dataset, COLOR_NETWORK)
     rows_path = options.out or rows_file("active", options.inside, network_name, options.seed)
     device = resolve_device(options.device)
     plan = options.make_plan()

@@ -147,7 +147,7 @@ def _add_monitoring_routes(
     handler: RequestHandler,
     token_dependencies: list[Any],
 ) -> None:
-    """Add the probes and the metrics.
+    """Add the probes `/healthz` and `/readyz`, and the metrics for Prometheus.
 
     Args:
         app: The app to add the routes to.
@@ -176,7 +176,10 @@ def _add_monitoring_routes(
     responses[200] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
     @app.get(
-        "/metrics", responses=responses, response_class=Response, dependencies=token_dependencies
+        "/metrics",
+        responses=responses,
+        response_class=Response,
+        dependencies=token_dependencies,
     )
     async def metrics() -> Response:
         """Return the metrics for Prometheus."""
@@ -295,7 +298,12 @@ def _render(template: str, **values: Any) -> str:
     )
     css = _read_report_asset("page.css")
     page = environment.from_string(_read_asset(template))
-    return page.render(css=css, version=__version__, formats=", ".join(FORMATS), **values)
+    return page.render(
+        css=css,
+        version=__version__,
+        formats=", ".join(FORMATS),
+        **values,
+    )
 
 
 def _read_asset(name: str) -> str:

@@ -62,7 +62,7 @@ class BatchClient(LitSpec):
 
     @property
     def is_hung(self) -> bool:
-        """Whether a request has no response two deadlines after it was received."""
+        """Whether the process with the model seems to hang: a request has waited two deadlines."""
         first_received_at = min(self.pending.values(), default=math.inf)
         return time.monotonic() > first_received_at + 2 * self.deadline
 
@@ -72,10 +72,10 @@ class BatchClient(LitSpec):
         return ThreadPoolExecutor(ENQUEUE_THREADS, "enqueue")
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
-        """Put a request into LitServe's queue, and wait for the response.
+        """Send a request to the process with the model by LitServe's queue; wait for its response.
 
-        Every request gets one: if the deadline passes in the queue, LitServe drops the request, and
-        the response is an `HTTPException`.
+        Every request gets one: if the deadline passes in the queue, LitServe drops the request and
+        responds with an `HTTPException`.
 
         Returns:
             The results; or a response without results that says whether the deadline passed
@@ -192,8 +192,8 @@ class BoundedBatchLoop(BatchedLoop):
         super().__init__()
         self.max_images = max_images
         self.max_pixels = max_pixels
-        # An entry that was taken from the queue, but for which the last batch had no room; it begins
-        # the next batch. None if there is none.
+        # A request that was taken from the queue, but for which the last batch had no room; it
+        # begins the next batch. None if there is none.
         self.left_over: Any = None
 
     def get_batch_requests(
@@ -202,7 +202,7 @@ class BoundedBatchLoop(BatchedLoop):
         request_queue: Any,
         transport: Any,
     ) -> tuple[list[Any], list[Any]]:
-        """Wait for a request, and return it with those that have arrived by then.
+        """Wait for a request, and return it with those that wait behind it, as far as they fit.
 
         Args:
             lit_api: The worker, whose `max_batch_size` limits the number of requests.
@@ -210,7 +210,7 @@ class BoundedBatchLoop(BatchedLoop):
             transport: LitServe's channel for responses.
 
         Returns:
-            LitServe's entries of the requests, and of those whose deadline has passed.
+            LitServe's entries of the requests to score, and those whose deadline has passed.
         """
         if self.left_over is not None:
             first = self.left_over
@@ -235,7 +235,7 @@ class _BatchQueue:
 
     def __init__(self, first: Any, queue: Any, loop: BoundedBatchLoop) -> None:
         """Store the arguments; the batch has no images yet."""
-        # None once `get_nowait` has returned it.
+        # The request that begins the batch; None once `get_nowait` has returned it.
         self.first: Any = first
         self.queue = queue
         self.loop = loop
@@ -244,13 +244,13 @@ class _BatchQueue:
         self.num_pixels = 0
 
     def get_nowait(self) -> Any:
-        """Return the next entry of the batch.
+        """Return the next request of the batch, as LitServe's entry in the queue.
 
-        The first entry is always returned, since even a request above the limits must be scored.
+        The first one is always returned, since even a request above the limits must be scored.
 
         Raises:
-            Empty: If no entry is waiting, or if the batch has no room for the next entry, which then
-                is the first of the next batch.
+            Empty: If none is waiting, or if the batch has no room for the next one, which then is
+                the first of the next batch.
         """
         if self.first is not None:
             entry = self.first

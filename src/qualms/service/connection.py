@@ -114,11 +114,12 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """End the head, and start the timeout for the body: twice the deadline.
+        """End the head, and start the timeout of the connection: twice the deadline.
 
-        The middleware answers at the deadline; the other half is time for the client to read the
-        answer.
+        The middleware answers at the deadline at the latest; as long again is left for a client
+        that reads the answer only after it has sent the whole body.
         """
+        # The method and the fixed bytes of the head; `on_url` and `on_header` have counted the rest.
         self._count_head(len(self.parser.get_method()) + len(REQUEST_LINE))
         self.is_in_head = False
         self._end_part()
@@ -126,7 +127,8 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Note a piece of the body, whose bytes the middleware counts, and call uvicorn's method."""
+        """Note that a piece of the body was parsed, and call uvicorn's method."""
+        # The middleware limits the size of the body, so its bytes are not counted here.
         self._end_part()
         super().on_body(body)
 
@@ -159,12 +161,15 @@ class LimitedConnection(HttpToolsProtocol):
             raise ValueError(TOO_LARGE)
 
     def _end_part(self) -> None:
-        """Note that a part of a request has ended: its head, a piece of its body, or its end."""
+        """Note that a part of a request was parsed whole: its head, a piece of body, or its end.
+
+        `data_received` refuses a request of which too much arrives without that.
+        """
         self.num_ended_parts += 1
         self.unparsed_bytes = 0
 
     def _is_idle(self) -> bool:
-        """Whether the last request was answered, and no other request is being handled."""
+        """Whether no request is being handled: the last one whose head was complete is answered."""
         return self.cycle is not None and self.cycle.response_complete
 
     def _set_timeout(self, seconds: float | None) -> None:

@@ -63,9 +63,17 @@ class Failure:
         """Describe an error as text, since the error itself may not be picklable."""
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, QualmsError):
-            return cls(message=str(error), is_qualms_error=True, traceback=trace)
+            return cls(
+                message=str(error),
+                is_qualms_error=True,
+                traceback=trace,
+            )
         message = f"{type(error).__name__}: {reason(error)}"
-        return cls(message=message, is_qualms_error=False, traceback=trace)
+        return cls(
+            message=message,
+            is_qualms_error=False,
+            traceback=trace,
+        )
 
     def throw(self) -> NoReturn:
         """Raise an error with the same message in this process.
@@ -166,10 +174,12 @@ class Startup:
         self.board: MutableMapping[str, Progress] = {BOARD_KEY: self.last_progress}
 
     def share(self, manager: Any) -> None:
-        """Move the board to a process of its own, which all processes started later can reach.
+        """Share the progress with all processes that are started later.
+
+        The board, the dict with the progress, moves to a process that answers all others.
 
         Args:
-            manager: A started `multiprocessing.Manager`, which runs that process.
+            manager: A `multiprocessing.Manager`, whose process runs already.
         """
         self.board = manager.dict(self.board)
 
@@ -190,7 +200,10 @@ class Startup:
             transform: How images become the network's inputs.
         """
         ready = replace(
-            self.last_progress, status="ready", model_info=model_info, transform=transform
+            self.last_progress,
+            status="ready",
+            model_info=model_info,
+            transform=transform,
         )
         self._publish(ready)
 
@@ -203,14 +216,14 @@ class Startup:
     def progress(self) -> Progress:
         """Return the latest progress; once the network is ready or failed, it does not change."""
         if self.last_progress.status == "warming up":
-            # The process with the board may have ended, which ends this one, too.
+            # The process that holds the board may have ended; then this one ends soon, too.
             with suppress(EOFError, OSError):
                 self._update(self.board[BOARD_KEY])
         return self.last_progress
 
     @property
     def is_ready(self) -> bool:
-        """Whether the network was ready when the board was last read."""
+        """Whether the network was ready when this process last read or wrote the progress."""
         return self.last_progress.status == "ready"
 
     def _publish(self, progress: Progress) -> None:
@@ -292,7 +305,7 @@ def die_with_parent() -> None:
 
 def _remember_forking_process() -> None:
     """Store this process's id before it forks, so that the child can check who its parent is."""
-    # The child inherits this variable, while `os.getpid` gives the child's own id.
+    # A global, which the child inherits; in the child, `os.getpid` gives the child's own id.
     global _forking_process
     _forking_process = os.getpid()
 

@@ -94,7 +94,10 @@ class LimitsMiddleware:
         metrics.waiting.set_function(self.count_waiting)
 
     def count_waiting(self) -> int:
-        """Count the requests that are being received, queued or scored, also after their 504."""
+        """Count the requests that are received, queued or scored, or still scored after their 504.
+
+        504 answers a client at the deadline, but does not stop the scoring.
+        """
         # Forget the work that is done by now.
         self.unfinished = [work for work in self.unfinished if not work.done()]
         return self.num_active + len(self.unfinished)
@@ -291,6 +294,7 @@ def _check_hosts(headers: list[tuple[bytes, bytes]]) -> JSONResponse | None:
         The response with status 403; None if the request is accepted.
     """
     hosts = {value.partition(b":")[0] for name, value in headers if name == b"host"}
+    # Also true without the header, which no browser omits.
     if hosts <= LOCAL_HOSTS:
         return None
     message = (

@@ -68,7 +68,8 @@ class Metrics:
             status: The status of the answer. None if the client left before it.
             seconds: The time from the headers of the request to the end of the answer.
         """
-        # The path as it was declared: the same for all requests to the route. None has no `path`.
+        # The path as it was declared: the same for all requests to the route. Without a route, it
+        # is asked of None, which gives the default.
         path = getattr(scope.get("route"), "path", NO_LABEL)
         self.requests.labels(path, str(status or NO_LABEL)).inc()
         self.seconds.labels(path).observe(seconds)

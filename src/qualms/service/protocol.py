@@ -99,7 +99,11 @@ def add_protocol_routes(
     @app.get("/v2", responses=errors, dependencies=token_dependencies)
     async def server() -> ServerMetadata:
         """Describe the server."""
-        return ServerMetadata(name="qualms", version=__version__, extensions=[])
+        return ServerMetadata(
+            name="qualms",
+            version=__version__,
+            extensions=[],
+        )
 
     path = f"/v2/models/{handler.startup.model_info.model}"
 
@@ -127,7 +131,7 @@ def add_protocol_routes(
 
 
 def _add_health_routes(app: FastAPI, handler: RequestHandler) -> None:
-    """Add the probes, which need no token.
+    """Add the routes by which others check that the service runs; they need no token.
 
     Args:
         app: The app to add the routes to.
@@ -159,12 +163,22 @@ def _describe_model(handler: RequestHandler) -> ModelMetadata:
         shape = [ANY_LENGTH, *transform.size, transform.channels or ANY_LENGTH]
     outputs = []
     for name, datatype in _output_datatypes(info).items():
-        outputs.append(TensorMetadata(name=name, datatype=datatype, shape=[ANY_LENGTH]))
+        output = TensorMetadata(
+            name=name,
+            datatype=datatype,
+            shape=[ANY_LENGTH],
+        )
+        outputs.append(output)
+    images = TensorMetadata(
+        name="images",
+        datatype="UINT8",
+        shape=shape,
+    )
     return ModelMetadata(
         name=info.model,
         versions=[info.model_hash],
         platform="pytorch",
-        inputs=[TensorMetadata(name="images", datatype="UINT8", shape=shape)],
+        inputs=[images],
         outputs=outputs,
     )
 
@@ -234,7 +248,12 @@ def _make_output_tensors(
     tensors = []
     for name in unique_names:
         data = [_output_value(result, name) for result in results]
-        tensor = OutputTensor(name=name, datatype=datatypes[name], shape=[len(data)], data=data)
+        tensor = OutputTensor(
+            name=name,
+            datatype=datatypes[name],
+            shape=[len(data)],
+            data=data,
+        )
         tensors.append(tensor)
     return tensors
 

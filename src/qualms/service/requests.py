@@ -83,12 +83,12 @@ class RequestHandler:
         return ImageReader(self.startup.transform, self.config)
 
     async def run_in_thread(self, request: Request, function: Callable[..., T], *args: Any) -> T:
-        """Call a function in another thread, so that other requests are answered meanwhile.
+        """Decode a body in another thread, so that other requests are answered meanwhile.
 
         Args:
             request: The request that the call is for. The call is stored in its state, so that the
                 middleware counts it if it continues after a 504.
-            function: Decodes a body.
+            function: Decodes the body.
             args: The arguments of the function.
 
         Returns:

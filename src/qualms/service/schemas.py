@@ -23,7 +23,24 @@ MAX_OUTPUTS = 100
 # With more mistakes, only their number is reported: Pydantic makes an object for each description.
 MAX_MISTAKES = 100
 
-Number = Annotated[float, Field(strict=True, ge=0, le=255, allow_inf_nan=False)]
+Number = Annotated[
+    float,
+    Field(
+        strict=True,
+        ge=0,
+        le=255,
+        allow_inf_nan=False,
+    ),
+]
+# The length of an axis.
+Length = Annotated[
+    int,
+    Field(
+        strict=True,
+        ge=1,
+        le=2**31,
+    ),
+]
 Color = Annotated[list[Number], Field(min_length=1, max_length=3)]
 Row = Annotated[list[Number | Color], FailFast(), Field(min_length=1)]
 Image = Annotated[list[Row], FailFast(), Field(min_length=1)]
@@ -162,7 +179,7 @@ class InputTensor(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: Literal["images"]
-    shape: Annotated[list[Annotated[int, Field(strict=True, ge=1, le=2**31)]], FailFast()] = Field(
+    shape: Annotated[list[Length], FailFast()] = Field(
         min_length=3,
         max_length=4,
         description="[images, height, width] or [images, height, width, channels].",
@@ -248,7 +265,7 @@ def infer_body_schema() -> dict[str, Any]:
 def _inline_refs(schema: Any, definitions: dict[str, Any]) -> Any:
     """Return a JSON schema in which each `$ref` is replaced by the definition that it names.
 
-    An OpenAPI document that contains the schema would look for the definitions in other places.
+    A `$ref` counts from the top of its document: within an OpenAPI document it would name nothing.
 
     Args:
         schema: A JSON schema, or a part of one: a dict, a list or a plain value.
@@ -276,7 +293,11 @@ def describe_validation_error(error: ValidationError) -> tuple[int, str]:
     count = error.error_count()
     if count > MAX_MISTAKES:
         return 422, f"the body has {count:,} errors; see /docs for the valid fields."
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = error.errors(
+        include_url=False,
+        include_context=False,
+        include_input=False,
+    )[0]
     if first["type"] == "json_invalid":
         return 400, "the body is not valid JSON."
     # The fields and positions that lead to the mistake, such as "images", 0.

@@ -89,7 +89,7 @@ class ScoringService:
         return next(iter(self.scorer.methods.items()))
 
     def make_gray_image(self) -> UInt8[Tensor, "1 c h w"] | None:
-        """Make a gray image to try the network on; None if the network's input size is unknown."""
+        """Make one gray image to try the network on; None if its input size is unknown."""
         transform = self.network.transform
         if transform is None:
             return None
@@ -97,7 +97,7 @@ class ScoringService:
         return torch.full((1, channels, *transform.size), GRAY, dtype=torch.uint8)
 
     def price(self) -> Price | None:
-        """Measure the price of scoring one image: its forward passes, and their seconds.
+        """Measure what it costs to score an image: the forward passes, and the seconds.
 
         Returns:
             The price; None if the network's input size is unknown.
@@ -287,7 +287,7 @@ class _RequestBatch:
             self.responses.append(ScoreResponse(empty_results, batch_images))
 
     def split_by_size(self) -> Iterator[list[_ImageKey]]:
-        """Yield the keys of all images, at most `SERVICE_BATCH` of one size at a time."""
+        """Yield the images in batches that can be stacked: at most `SERVICE_BATCH`, of one size."""
         keys_by_shape: dict[tuple[int, ...], list[_ImageKey]] = {}
         for request_index, request in enumerate(self.requests):
             for image_index, image in enumerate(request.images):
@@ -298,10 +298,10 @@ class _RequestBatch:
                 yield keys[start : start + SERVICE_BATCH]
 
     def drop_expired(self, keys: list[_ImageKey], deadline: float) -> None:
-        """Replace the responses of requests whose deadline has passed by one that says so.
+        """Let requests whose deadline has passed be answered so, instead of being scored.
 
         Args:
-            keys: The images that are about to be scored; only their requests are looked at.
+            keys: The images that are about to be scored; only their requests are checked.
             deadline: Seconds from the arrival of a request to its deadline.
         """
         for index in {key.request_index for key in keys}:
@@ -331,7 +331,7 @@ class _RequestBatch:
             self.responses[key.request_index].results[key.image_index] = result  # type: ignore[index]
 
     def _handle_failure(self, keys: list[_ImageKey], error: QualmsError) -> None:
-        """Score the images of each request on their own; if there is one request, it has failed.
+        """After a failure, score each request on its own; if there was only one, it has failed.
 
         Args:
             keys: The images that could not be scored together, sorted by request.

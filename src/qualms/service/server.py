@@ -57,6 +57,7 @@ class ScoringServer(LitServer):
         super().__init__(worker, **kwargs)
         self.startup = worker.startup
         self.sockets: list[socket.socket] = []
+        # `serve` sets these two before the start.
         self.url = ""
         self.on_ready: Callable[[], None] = lambda: None
 
@@ -121,7 +122,7 @@ class ScoringServer(LitServer):
         return super()._start_server(port, num_uvicorn_servers, log_level, sockets, *args, **kwargs)
 
     def _start_worker_monitoring(self, manager: Any, uvicorn_workers: dict[Any, Any]) -> None:
-        """Wait for the network, call `on_ready`, and let LitServe watch the processes.
+        """Wait until the network is ready, call `on_ready`, and let LitServe watch the processes.
 
         Args:
             manager: The manager that LitServe has created.
@@ -191,7 +192,7 @@ def build_server(
     config: ServiceConfig,
     startup: Startup,
 ) -> tuple[ScoringServer, BatchClient]:
-    """Build a server on LitServe's, without the routes that LitServe adds.
+    """Build the LitServe server of a network, without the routes that LitServe adds.
 
     Args:
         load: Loads the network, and chooses its device.
@@ -202,7 +203,13 @@ def build_server(
         The server, and the client that sends requests to the process with the model.
     """
     worker = ScoringWorker(load, config, startup)
-    server = ScoringServer(worker, accelerator="cpu", devices=1, timeout=config.deadline)
+    # One process with the model, to which LitServe gives no GPU: `load` chooses the device.
+    server = ScoringServer(
+        worker,
+        accelerator="cpu",
+        devices=1,
+        timeout=config.deadline,
+    )
     server.app.router.routes.clear()
     server.uvicorn_graceful_timeout = config.deadline + SHUTDOWN_SECONDS
     return server, worker.spec
@@ -271,7 +278,7 @@ def serve(
 
 
 def _service_url(config: ServiceConfig) -> str:
-    """Return the service's URL."""
+    """Return the service's URL, in which an IPv6 address stands in brackets."""
     is_ipv6 = ":" in config.host
     host = f"[{config.host}]" if is_ipv6 else config.host
     return f"http://{host}:{config.port}"
@@ -337,7 +344,7 @@ def _make_startup_handler(startup: Startup) -> Callable[..., None]:
 
 
 def _stop_server(*_: object) -> None:
-    """Handle SIGINT or SIGTERM once the network is ready: raise what makes LitServe stop in order.
+    """Handle SIGINT or SIGTERM once the network is ready: raise the error that stops LitServe.
 
     A forked process, which inherits this handler, exits silently instead.
     """
@@ -348,7 +355,7 @@ def _stop_server(*_: object) -> None:
 
 
 def _is_no_monitoring_record(record: logging.LogRecord) -> bool:
-    """Whether a record of LitServe's log is written: false for those of its monitoring thread.
+    """Filter LitServe's log: return False for records of its monitoring thread, to drop them.
 
     While the service stops, that thread may read a queue that has just ended, and log an error.
     """
@@ -359,6 +366,7 @@ def _kill_children() -> None:
     """End all processes that this one started, since Python would wait for them at its exit."""
     for process in active_children():
         if process.name.startswith(MANAGER_PREFIX):
+            # The process with the queues, which at a SIGTERM removes the folder of its socket.
             process.terminate()
         else:
             # SIGKILL: at a SIGTERM, uvicorn would first answer its requests, and a process that

@@ -105,7 +105,7 @@ class ImageReader:
         return images
 
     def _to_pixels(self, image: Any) -> Pixels:
-        """Resize a `PIL.Image.Image` to the network's input size, and return its pixels [c, h, w]."""
+        """Return the pixels [c, h, w] of a `PIL.Image.Image`, resized if the network needs that."""
         if self.transform is not None:
             image = self.transform.apply_to_image(image)
         return channels_first(image)
@@ -189,7 +189,7 @@ def _to_uint8(
 
 
 def _as_array(array: Any) -> np.ndarray:
-    """Convert nested lists to an array; return an empty one if rows differ in length."""
+    """Convert nested lists to an array; an empty one, which is refused, if rows differ."""
     try:
         return np.asarray(array)
     except ValueError:

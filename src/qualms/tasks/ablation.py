@@ -44,8 +44,9 @@ def components(dataset: str, smooth: Smoothing | None = None) -> dict[str, Metho
 def lambda_sweep(lambdas: tuple[float, ...] = LAMBDAS) -> dict[str, Method]:
     """Return REGrad+layers(λ) for several λ, by names such as `λ = 0.3`.
 
-    The method `λ → 0` is REGrad without `layers`, as in the paper: the norm of the gradient of all
-    layers together. The method `λ = 0` is the sum of the layers' norms instead.
+    λ is how fast the weight of a layer's norm falls with its distance from the output. The method
+    `λ → 0` is REGrad without `layers`, as in the paper: one norm of all layers together. `λ = 0` is
+    the sum of the layers' norms instead.
     """
     methods: dict[str, Method] = {"λ → 0": REGrad()}
     for lam in lambdas:
@@ -63,12 +64,12 @@ def sigma_sweep(
         dataset: The name of the dataset, which decides λ as in the paper. For SVHN λ is 0.3, as in
             the paper's table 5; its other tables have 0.2.
         sigmas: Noise levels, in pixels scaled to [0, 1].
-        smooth: The smoothing whose number of draws is used; its σ is replaced.
+        smooth: The smoothing to vary; all but its σ is kept.
     """
-    base = smooth or Smoothing(SIGMA)
+    settings = smooth or Smoothing(SIGMA)
     lam = 0.3 if dataset == "svhn" else LAMBDA.get(dataset, DEFAULT_LAMBDA)
     methods: dict[str, Method] = {}
     for sigma in sigmas:
-        smoothing = Smoothing(sigma, base.draws, base.antithetic)
+        smoothing = Smoothing(sigma, settings.draws, settings.antithetic)
         methods[f"σ = {sigma:g}"] = REGrad(layers=lam, smooth=smoothing)
     return methods

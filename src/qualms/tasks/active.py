@@ -35,7 +35,7 @@ DRAW_START, DRAW_PICK = range(2)
 RANDOM = "Random"
 # The paper trains one small network on all its datasets.
 NETWORKS = {"mnist": "mnist-cnn", "fashion-mnist": "mnist-cnn", "digits": "digits-cnn"}
-COLOR = "cnn-32"
+COLOR_NETWORK = "cnn-32"  # of all other datasets, which are in color
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def active(
     seed: int = 0,
     progress: ProgressFn | None = None,
 ) -> Iterator[CycleRow]:
-    """Compare methods by how much the images that they pick improve a network.
+    """Compare methods by how good a network gets with the images that each picks for labeling.
 
     Args:
         build: Builds the network with fresh weights, drawn under torch's global seed. It is seeded
@@ -97,8 +97,8 @@ def active(
         train: Labeled training images, which are split into start, validation images and pool.
         test: The images that accuracy and negative log-likelihood are measured on.
         normalization: The mean and standard deviation that inputs are normalized by.
-        methods: The methods by the names that rows have, with noise for pixels in [0, 1]; None
-            picks at random.
+        methods: The methods by the names that rows have, with noise levels for pixels in [0, 1];
+            None picks at random.
         plan: How many images are picked, and how often.
         journal: Saves the rows; cycles that it has are not run again.
         seed: Decides the start, the weights and the order of training.
@@ -109,6 +109,7 @@ def active(
         images. The row of the start, which all methods share, is yielded once.
     """
     if plan.diversity is not None:
+        # Diverse images are those whose gradients differ.
         for method in methods.values():
             if method is not None:
                 require_gradients(method)
@@ -143,6 +144,7 @@ def _cycle_rows(
     """
     # The positions, in the training set, of the images picked so far.
     chosen: list[int] = []
+    # Cycle 0 trains on the start alone.
     for cycle in range(trainer.plan.cycles + 1):
         key: CycleKey = {
             "row": "cycle",
@@ -152,7 +154,7 @@ def _cycle_rows(
             "method": name if cycle else "start",
             "cycle": cycle,
         }
-        if cycle:
+        if cycle:  # nothing was picked for the start, so its row names no method
             key["exactly"] = repr(method)
         yield journal.get_or_add(key, partial(_measure_cycle, trainer, key, chosen, test))
         is_last = cycle == trainer.plan.cycles
@@ -189,6 +191,7 @@ def _measure_cycle(trainer: "_Trainer", key: CycleKey, chosen: list[int], test: 
     measures: CycleMeasures = {
         "accuracy": accuracy(logits, test.labels),
         "nll": nll(logits, test.labels),
+        # The paper's numbers suggest that it applied softmax to probabilities.
         "nll_softmax_twice": nll_softmax_twice(logits, test.labels),
     }
     seconds = round(time.perf_counter() - start, 2)
@@ -239,14 +242,16 @@ class _Trainer:
         """
         self.build, self.images, self.normalization = build, images, normalization
         self.plan, self.parts, self.seed = plan, parts, seed
-        self.weights = f"{fingerprint(self._build())} {normalization}"
+        # What a row's training started from: equal text, equal weights and inputs.
+        self.weights = f"{fingerprint(self._make_model())} {normalization}"
         # At most two trained networks, by the positions of the picked images (`chosen`).
         self._networks: dict[tuple[int, ...], Network] = {}
 
     def train(self, chosen: list[int]) -> Network:
-        """Train a network on the start and on the images picked so far.
+        """Return a network trained from scratch on the start and on the images picked so far.
 
-        Two networks are cached: that of the start, which all methods share, and the latest one.
+        Two networks are cached: that of the start, which all methods share, and the latest one,
+        which is first measured and then picks.
 
         Args:
             chosen: The positions, in the training set, of the images picked so far.
@@ -257,7 +262,7 @@ class _Trainer:
         # Drop all networks but that of the start, for which nothing was picked.
         start_network = self._networks.get(())
         self._networks = {} if start_network is None else {(): start_network}
-        model = self._build()
+        model = self._make_model()
         fit(
             model,
             self._take_labeled(chosen),
@@ -287,7 +292,7 @@ class _Trainer:
                 "cycles."
             )
         if method is None:
-            # Other numbers in each cycle, as `chosen` grows.
+            # `len(chosen)` gives each cycle random numbers of its own.
             draws = generator(self.seed, DRAW_PICK, len(chosen))
             order = torch.randperm(len(unlabeled), generator=draws)
             return unlabeled[order[:count]].tolist()
@@ -299,7 +304,7 @@ class _Trainer:
             network.model,
             InputBatches(network, self.images.take(unlabeled)),
             count,
-            network.scale_noise(method),
+            network.scale_noise(method),  # from pixels to normalized inputs
             diversity=self.plan.diversity,
             seed=self.seed,
             train=labeled_batches,
@@ -307,8 +312,8 @@ class _Trainer:
         # `picked` has positions in `unlabeled`, which has positions in the training set.
         return unlabeled[picked].tolist()
 
-    def _build(self) -> nn.Module:
-        """Build the network with the weights, drawn under the seed, that all training starts from."""
+    def _make_model(self) -> nn.Module:
+        """Build the untrained network; its weights, drawn under the seed, are equal each time."""
         # `fork_rng` restores torch's global random state afterwards.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
@@ -322,16 +327,19 @@ class _Trainer:
 
 
 def split(train: Images, plan: Plan, seed: int) -> Parts:
-    """Split training images into a balanced start, validation images and the pool.
+    """Split training images into the first labeled ones, validation images and a pool to pick from.
 
-    The start is drawn from the first 10,000 images, the validation images are the first of the next
-    10,000, and the pool is the rest. If there are at most 20,000 images, a third takes the place of
-    10,000.
+    The first labeled ones, the start, are drawn from the first block of 10,000 images, as many of
+    each class. The validation images begin the second block, and the pool is all that follows. Of
+    at most 20,000 images, a block is a third.
 
     Args:
         train: Labeled images.
         plan: How many images to start with, to validate on and to pick from.
         seed: The seed of the start's random draw.
+
+    Returns:
+        The positions of the images of each part.
 
     Raises:
         QualmsError: If the images have no labels, or too few of a class for a balanced start.
@@ -347,9 +355,9 @@ def split(train: Images, plan: Plan, seed: int) -> Parts:
             f"pass a multiple of {num_classes}."
         )
     order = torch.randperm(block, generator=generator(seed, DRAW_START))
-    # For each class, the positions of its first images in the random order.
     start = []
     for label in range(num_classes):
+        # The positions of the first images of this class in the random order.
         of_class = order[train.labels[order] == label][:per_class]
         if len(of_class) < per_class:
             raise QualmsError(

@@ -41,7 +41,7 @@ def calibration(
     Args:
         network: The network that is scored.
         images: Labeled images.
-        methods: The methods by the names that rows have, with noise for pixels in [0, 1].
+        methods: The methods by the names that rows have, with noise levels for pixels in [0, 1].
         journal: Saves the rows; rows that it has are not computed again.
         seed: The seed of all random draws.
         engine: How gradient scores are computed.
@@ -58,6 +58,7 @@ def calibration(
         raise QualmsError(
             f"{images.name} has no labels, so it is not known which predictions are right."
         )
+    # The engine that `auto` stands for, so that rows name it.
     engine, tolerance = choose_engine(network, images, methods, engine, tolerance)
     scored = score_images(
         network,

@@ -78,6 +78,9 @@ def score_images(
         tolerance: the tolerance of the engine, as for `Scorer`; None for its default.
         train: images that methods learn from.
         progress: called with the number of images scored so far, and of all images.
+
+    Returns:
+        The scores of all images, old and new, and the network's predictions.
     """
     about = {
         "data": images.name,
@@ -97,7 +100,12 @@ def score_images(
         if names not in scorers:
             missing_methods = {name: methods[name] for name in names}
             scorer = make_scorer(
-                network, missing_methods, train, engine=engine, seed=seed, tolerance=tolerance
+                network,
+                missing_methods,
+                train,
+                engine=engine,
+                seed=seed,
+                tolerance=tolerance,
             )
             scorers[names] = ImageScorer(network, scorer)
         return scorers[names].score(batch.images, batch.first)
@@ -132,15 +140,15 @@ class _ImageRows(ScoreRows[ImageBatch]):
         return {"row": "scores", **self.about, "first": batch.first, "images": images}
 
     def measures(self, batch: ImageBatch, scored: Scored) -> dict[str, Any]:
-        """Return a batch's scores by method, as lists; store its probabilities for `collect`."""
+        """Return a batch's scores by method, for its row; keep its probabilities for `collect`."""
         self.probs[batch.first] = scored.probs.cpu()
         return {"scores": {name: values.tolist() for name, values in scored.scores.items()}}
 
     def collect(self, network: Network, images: Images) -> ScoredImages:
-        """Concatenate the scores of all batches, once all are in the journal.
+        """Join the scores and predictions of all batches, once all are in the journal.
 
         Args:
-            network: the network; it predicts the classes of batches that an earlier run scored.
+            network: the network; predicts again for batches that an earlier run scored.
             images: all images, as they were passed to `score_images`.
         """
         probs: list[Tensor] = []
@@ -218,6 +226,7 @@ def select_usable(
         The methods that work, by name, and a row with the reason for each method that does not.
     """
     two_inputs = network.inputs(images.take(slice(0, 2)))
+    # Methods learn batch by batch: two batches try that, and take little time.
     few_train_images = None if train is None else train.take(slice(0, 2 * FORWARD_BATCH))
 
     def try_method(name: str, method: Method) -> None:
@@ -229,10 +238,14 @@ def select_usable(
 
 
 def describe_parameters(method: Method, train: Images | None) -> str:
-    """Describe a method's parameters, and its training images if it needs any, for a row.
+    """Describe a method with all its parameters, as a text that tells when to compute again.
 
-    Two descriptions are equal only if the scores are: network, image and seed, which decide the
-    scores as well, are separate entries of a row.
+    A saved score is used again only if its row has an equal description. A method that learns from
+    training images is described with their fingerprint, as other images give other scores.
+
+    Args:
+        method: the method.
+        train: images that methods learn from; None if there are none.
     """
     if train is not None and TRAINING_DATA in method.needs:
         return f"{method!r} on {train.fingerprint()}"

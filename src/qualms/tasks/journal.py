@@ -124,7 +124,7 @@ class Journal(AbstractContextManager["Journal"]):
             self._write(header)
 
     def _continue(self, header: dict[str, Any], advice: str) -> None:
-        """Read the rows of the open file, or write the header if the file is empty.
+        """Read the rows that an earlier run left in the open file; write the header if it is empty.
 
         Args:
             header: The first line of this run's file, as a dict.
@@ -185,7 +185,7 @@ class Journal(AbstractContextManager["Journal"]):
 
 
 def read(path: str | Path) -> list[Any]:
-    """Read a file of rows, of any run.
+    """Read the file of a journal, of any run.
 
     Returns:
         The header, then the rows; each is a dict.
@@ -242,7 +242,7 @@ def _describe_difference(old_header: dict[str, Any], header: dict[str, Any]) -> 
 
 
 def _differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return the keys whose values differ in two dicts; a missing key counts as None."""
+    """Return the keys of either dict whose values differ; a missing key counts as None."""
     return [key for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
@@ -294,7 +294,7 @@ def _require_row(row: Any, require_all_keys: bool) -> None:
     """
     if not isinstance(row, dict):
         raise ValueError("no row")
-    kind = row.get("row")
+    kind = row.get("row")  # such as "scores"
     if not isinstance(kind, str):
         if require_all_keys:
             raise ValueError("no row")

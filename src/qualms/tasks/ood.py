@@ -44,7 +44,7 @@ def ood(
         network: The network that is scored.
         inside: Images of the dataset that the network knows.
         outside: Images of other datasets.
-        methods: The methods by the names that rows have, with noise for pixels in [0, 1].
+        methods: The methods by the names that rows have, with noise levels for pixels in [0, 1].
         journal: Saves the rows; rows that it has are not computed again.
         seed: The seed of all random draws.
         engine: How gradient scores are computed.
@@ -56,6 +56,7 @@ def ood(
         For each other dataset and method, a row with AUROC and its 95 % interval, AUPR with either
         dataset as the positive class, and FPR95.
     """
+    # The engine that `auto` stands for, so that rows name it.
     engine, tolerance = choose_engine(network, inside, methods, engine, tolerance)
     resized_outside = [resize_like(network, inside, images) for images in outside]
     scores_of_datasets: list[dict[str, np.ndarray]] = []
@@ -93,10 +94,10 @@ def ood(
 
 
 def resize_like(network: Network, inside: Images, other: Images) -> Images:
-    """Resize another dataset's images to the size of the images that the network knows.
+    """Give another dataset's images the size of those that the network knows, where that is needed.
 
     Args:
-        network: The network. Its transform, if it has one, resizes images batch by batch.
+        network: The network. Its transform, if it has one, resizes images as they are scored.
         inside: Images that the network knows.
         other: The images to resize.
 

@@ -84,7 +84,7 @@ def paper_methods(
 
 
 def comparison_methods(dataset: str) -> dict[str, Method]:
-    """Return the methods that the paper lacks and that tables 1 and 2 add, by spec.
+    """Return the methods that tables 1 and 2 compare with the paper's, by spec, such as `energy`.
 
     Args:
         dataset: The name of the dataset. `quam` is left out for `cifar100`, where it would search a

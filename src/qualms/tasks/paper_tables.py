@@ -21,7 +21,7 @@ from qualms.models.zoo import ZOO
 from qualms.progress import ProgressFn
 from qualms.stream.network import Network
 from qualms.tasks.ablation import components, lambda_sweep, sigma_sweep
-from qualms.tasks.active import COLOR, NETWORKS, RANDOM, active
+from qualms.tasks.active import COLOR_NETWORK, NETWORKS, RANDOM, active
 from qualms.tasks.calibration import calibration
 from qualms.tasks.image_scores import measure_accuracy, select_usable
 from qualms.tasks.journal import Journal
@@ -101,7 +101,7 @@ def table3(preset: Preset, workspace: Workspace) -> Iterator[Row]:
         train, test = _load(dataset, workspace.root, "train"), _load(dataset, workspace.root)
         if preset.active_test is not None:
             test = test.subset(preset.active_test)
-        name = NETWORKS.get(dataset, COLOR)
+        name = NETWORKS.get(dataset, COLOR_NETWORK)
         build = partial(_build_network, name, DATASETS[dataset].classes, workspace.device)
         about = {
             "data": dataset,
@@ -133,7 +133,8 @@ def table4(preset: Preset, workspace: Workspace) -> Iterator[Row]:
 
 
 def table5(preset: Preset, workspace: Workspace) -> Iterator[Row]:
-    """Measure how much λ and σ matter, on SVHN against CIFAR-10."""
+    """Measure how well REGrad detects CIFAR-10 by networks of SVHN, for several λ and σ."""
+    # The σ of the paper's table 5.
     methods = {**lambda_sweep(), **sigma_sweep("svhn", (0.015, 0.02, 0.025), preset.smooth)}
     yield from _ood_rows(workspace, "svhn", preset.setups["svhn"], ("cifar10",), methods)
 
@@ -142,6 +143,7 @@ def vit(preset: Preset, workspace: Workspace) -> Iterator[Row]:
     """Measure out-of-distribution detection by a vision transformer."""
     # `VIT` maps each pair of datasets to its rows, which have the same names for all pairs.
     paper_names = next(iter(VIT.values()))
+    # Entropy is added as the baseline; the paper's table lacks it.
     for dataset, setup in preset.vit.items():
         all_paper_methods = paper_methods(dataset, preset.smooth, preset.draws)
         methods = {
@@ -186,7 +188,7 @@ TABLES: dict[str, Callable[[Preset, Workspace], Iterator[Row]]] = {
 
 
 def table_methods(dataset: str, preset: Preset) -> dict[str, Method]:
-    """Return all methods of tables 1 and 2: the paper's, and others to compare them with."""
+    """Return the methods that tables 1 and 2 and the runtime compare: the paper's, and others."""
     return {**paper_methods(dataset, preset.smooth, preset.draws), **comparison_methods(dataset)}
 
 
@@ -236,7 +238,7 @@ class _Evaluation:
 
 
 def _measure_calibration(evaluation: _Evaluation) -> Iterator[Row]:
-    """Call `calibration`, which yields a row for each method, with the parts of an evaluation."""
+    """Measure how well scores rank one network's predictions: yield a row for each method."""
     yield from calibration(
         evaluation.network,
         evaluation.images,
@@ -249,7 +251,7 @@ def _measure_calibration(evaluation: _Evaluation) -> Iterator[Row]:
 def _ood_rows(
     workspace: Workspace, dataset: str, setup: Setup, outside: tuple[str, ...], methods: Methods
 ) -> Iterator[Row]:
-    """Measure out-of-distribution detection by the networks of one dataset.
+    """Measure how well the networks of one dataset, one for each seed, detect other datasets.
 
     Args:
         workspace: where to read and write.
@@ -313,6 +315,7 @@ def _measure_networks(
     test = _load_for_network(workspace, dataset, setup, "test")
     images = test.subset(setup.images)
     train = _load_for_network(workspace, dataset, setup, "train")
+    # Few test images are for a quick run, so methods learn from fewer images as well.
     if setup.images is not None:
         train = train.subset(MAX_TRAIN_IMAGES)
     for seed in setup.seeds:
@@ -360,7 +363,7 @@ def _load_for_network(workspace: Workspace, dataset: str, setup: Setup, split: s
 
 
 def _build_network(name: str, classes: int | None, device: str) -> torch.nn.Module:
-    """Build a network of the zoo with fresh weights, drawn under torch's global seed."""
+    """Build a network of the zoo with random weights, which torch's global seed decides."""
     return load_model(name, classes=classes).to(device)
 
 

@@ -110,22 +110,38 @@ PAPER = Preset(
 # With 20 labeled images, an epoch is one step, so fewer epochs are possible only for experiments that
 # start with more images; their smaller batches make more steps of an epoch.
 _LONG_RECIPE = replace(RECIPES["active"], epochs=60, validate_every=5)
-_SHORT_RECIPE = replace(RECIPES["active"], epochs=20, batch=32, validate_every=4)
+_SHORT_RECIPE = replace(
+    RECIPES["active"],
+    epochs=20,
+    batch=32,
+    validate_every=4,
+)
 # On MNIST, two draws rank images as a hundred do (docs/performance.md); on other networks they do not.
 _TWO_DRAWS = Smoothing(SIGMA, draws=2)
-_COLOR_PLAN = Plan(500, 100, _SHORT_RECIPE, cycles=3, pool=1000, validation=500)
+_COLOR_PLAN = Plan(
+    500,
+    100,
+    _SHORT_RECIPE,
+    cycles=3,
+    pool=1000,
+    validation=500,
+)
 _FEW_METHODS = ("Random", "Entropy", "ExGrad", "LA", "REGrad*")
 
 
-def _transformer(epochs: int, augment: bool) -> Recipe:
-    """Return the training recipe of a vision transformer for few epochs, at a higher learning rate.
+def _vit_recipe(epochs: int, augment: bool) -> Recipe:
+    """Return a recipe to train a vision transformer in few epochs, so at a higher learning rate.
 
     Args:
         epochs: the number of epochs.
         augment: whether the training images are augmented.
     """
     return replace(
-        RECIPES["vit"].shortened(epochs), rate=1e-3, batch=128, augment=augment, validate_every=2
+        RECIPES["vit"].shortened(epochs),
+        rate=1e-3,
+        batch=128,
+        augment=augment,
+        validate_every=2,
     )
 
 
@@ -149,7 +165,11 @@ CPU = Preset(
     setups={
         "mnist": Setup("mnist-cnn", RECIPES["mnist"], images=2000),
         "cifar10": Setup(
-            "cifar10-resnet20", RECIPES["cifar10"].shortened(3), train=5000, images=1000, seeds=(0,)
+            "cifar10-resnet20",
+            RECIPES["cifar10"].shortened(3),
+            train=5000,
+            images=1000,
+            seeds=(0,),
         ),
         "svhn": Setup("svhn-cnn", RECIPES["svhn"], images=1000),
         "cifar100": Setup(
@@ -162,8 +182,8 @@ CPU = Preset(
         ),
     },
     vit={
-        "mnist": Setup("vit-tiny", _transformer(5, augment=False), images=500, seeds=(0,)),
-        "cifar10": Setup("vit-tiny", _transformer(20, augment=True), images=500, seeds=(0,)),
+        "mnist": Setup("vit-tiny", _vit_recipe(5, augment=False), images=500, seeds=(0,)),
+        "cifar10": Setup("vit-tiny", _vit_recipe(20, augment=True), images=500, seeds=(0,)),
     },
     active={
         "mnist": Learning(

@@ -32,7 +32,7 @@ class ScoreRows(ABC, Generic[BatchT]):
     def __init__(
         self, journal: Journal, about: Mapping[str, Any], exactly: Mapping[str, str]
     ) -> None:
-        """Store the arguments; the journal is searched later, batch by batch."""
+        """Store the arguments (see the class); the journal is searched later, batch by batch."""
         self.journal, self.about, self.exactly = journal, about, exactly
         # The rows of each batch, by the position of the batch's first sample.
         self._rows: dict[int, list[Any]] = {}
@@ -41,11 +41,11 @@ class ScoreRows(ABC, Generic[BatchT]):
 
     @abstractmethod
     def key(self, batch: BatchT) -> Mapping[str, Any]:
-        """Return the entries that identify the rows of a batch: the same for all methods."""
+        """Return the entries by which the rows of a batch are found, whatever their methods."""
 
     @abstractmethod
     def measures(self, batch: BatchT, scored: Scored) -> dict[str, Any]:
-        """Return the measured entries of a batch's row: `scores` by method, and maybe more."""
+        """Return what the row of a scored batch holds: `scores` by method, and any predictions."""
 
     def rows(self, batch: BatchT) -> list[Any]:
         """Return all rows of a batch, in the order in which they were added to the journal."""
@@ -72,9 +72,9 @@ class ScoreRows(ABC, Generic[BatchT]):
         return tuple(name for name in self.exactly if name not in scores)
 
     def restore(self, batch: BatchT) -> bool:
-        """Whether the journal has the batch's scores by all methods.
+        """Whether a batch need not be scored, since the journal has its scores by all methods.
 
-        Also stores the time, from which `write` computes the seconds that scoring took.
+        Else it is scored now: the time is stored, from which `write` computes the seconds.
         """
         self._start = time.perf_counter()
         return not self.missing(batch)
@@ -84,9 +84,9 @@ class ScoreRows(ABC, Generic[BatchT]):
 
         Args:
             batch: A batch of images or windows.
-            scored: The batch's scores by the methods that were missing; never None, which a sink
-                gets for a batch without readable samples.
+            scored: The batch's scores by the methods that were missing.
         """
+        # A sink gets None for files that cannot be read; these samples are in memory.
         assert scored is not None
         measures = self.measures(batch, scored)
         row: Any = {

@@ -41,7 +41,7 @@ def text(
     params: str = "",
     progress: ProgressFn | None = None,
 ) -> Iterator[TextRow | NextTokenRow | LeftOutRow]:
-    """Measure how well token scores detect other texts, and wrong next tokens.
+    """Measure how well token scores detect other texts, and wrong predictions of next tokens.
 
     The score at a token is the model's uncertainty about the next token, computed from this token
     and those before it. A span's score is the mean of its tokens' scores. Two baselines are always
@@ -61,7 +61,7 @@ def text(
 
     Yields:
         For each other text, method and span length, a row with AUROC, AUPR and FPR95; then, for
-        each method, a row that tells how well it detects wrong next tokens of `inside`. If none of
+        each method, a row that tells how well it detects wrong predictions in `inside`. If none of
         them, or all, are wrong, a single row says so instead.
     """
     engine = engine or Sketch()
@@ -158,7 +158,7 @@ def _next_token_rows(
     exactly: dict[str, str],
     journal: Journal,
 ) -> Iterator[NextTokenRow | LeftOutRow]:
-    """Measure how well each method detects wrong next tokens.
+    """Measure how well each method detects tokens after which the model predicts a wrong one.
 
     Args:
         inside: the text that the model knows.
@@ -192,7 +192,7 @@ def _next_token_rows(
 
 
 def _next_token_row(key: NextTokenKey, scores: Floats, scored: ScoredWindows) -> NextTokenRow:
-    """Return the row that says how well one method's scores detect wrong next tokens.
+    """Return the row that says how well one method's scores detect wrong predictions.
 
     Args:
         key: the entries that identify the row, such as the method and the text.
@@ -203,7 +203,7 @@ def _next_token_row(key: NextTokenKey, scores: Floats, scored: ScoredWindows) ->
 
 
 def span_lengths(length: int) -> list[int]:
-    """Return the numbers of tokens in a span: the shorter ones of `SPANS`, and a whole window.
+    """Return the lengths of spans, in tokens: those in `SPANS` below a window's, and a window's.
 
     Args:
         length: the number of scored tokens in a window.
@@ -250,7 +250,7 @@ def span_means(scores: Floats, span: int) -> Floats:
 
 
 def detection_measures(inside: Floats, outside: Floats, span: int) -> OodMeasures:
-    """Measure how well span means tell two texts apart, with intervals over windows.
+    """Measure how well the mean scores of spans tell two texts apart.
 
     Args:
         inside: scores of the text that the model knows, [windows, length].
@@ -261,7 +261,7 @@ def detection_measures(inside: Floats, outside: Floats, span: int) -> OodMeasure
         AUROC with its 95 % interval, AUPR with either text as the positive class, and FPR95.
     """
     inside_means, outside_means = span_means(inside, span), span_means(outside, span)
-    # Spans of a window are not independent, so whole windows are resampled: a list of their means.
+    # Spans of a window are not independent: each item of the lists, a window, is resampled whole.
     low, high = auroc_interval(list(inside_means), list(outside_means))
     inside_spans, outside_spans = inside_means.ravel(), outside_means.ravel()
     return {
@@ -287,6 +287,7 @@ def error_measures(scores: Floats, scored: ScoredWindows) -> NextTokenMeasures:
     """
     # All three [windows, length - 1].
     uncertainty, right = scores[:, :-1], scored.right
+    # For PRR, a prediction is as good as the probability that it gives to the token that follows.
     prob_of_next_token = np.exp(scored.log_probs[:, 1:])
     # For each window, the scores where the prediction is right, and those where it is wrong.
     scores_of_right, scores_of_wrong = [], []
@@ -314,7 +315,9 @@ def error_measures(scores: Floats, scored: ScoredWindows) -> NextTokenMeasures:
 def _interval_over_windows(
     measure: Callable[..., float], scores: Floats, outcome: np.ndarray
 ) -> tuple[float, float]:
-    """Compute the 95 % interval of a measure of all tokens, resampling whole windows.
+    """Compute the 95 % interval of a measure of all tokens.
+
+    Whole windows are resampled, since the tokens of a window are not independent.
 
     Args:
         measure: a function of the scores and the outcomes of all tokens, both [tokens].
@@ -326,7 +329,7 @@ def _interval_over_windows(
     """
 
     def measure_flat(scores: np.ndarray, outcome: np.ndarray) -> float:
-        """Compute the measure of all tokens of resampled windows, both [windows, length]."""
+        """Compute the measure of all tokens in the resampled windows, [windows, length]."""
         return measure(scores.ravel(), outcome.ravel())
 
     return interval(measure_flat, scores, outcome, paired=True, resamples=RESAMPLES)

@@ -71,6 +71,9 @@ def score_windows(
         engine: the settings of the sketch that estimates gradient scores.
         params: a pattern of the parameters whose gradients count; empty for all.
         progress: called with the number of windows scored so far, and of all windows.
+
+    Returns:
+        The scores of all windows, old and new, and the model's predictions.
     """
     engine = engine or Sketch()
     about = {"data": windows.name, "seed": seed, "engine": str(engine), "params": params}
@@ -106,14 +109,15 @@ class _TokenRows(ScoreRows[WindowBatch]):
         return {"row": "tokens", **self.about, "first": batch.first, "texts": texts}
 
     def measures(self, batch: WindowBatch, scored: Scored) -> dict[str, Any]:
-        """Return log-probabilities, correctness, and scores by method, without a window's opening.
+        """Return what a row has of each token: scores by method, log p, and what was predicted.
 
         Args:
-            batch: The windows; their first `opening` tokens are left out.
+            batch: The windows; their first `opening` tokens, which get no score, are left out.
             scored: The scores of all tokens of the windows, with the next tokens as targets.
 
         Returns:
-            The dict of a row, with lists instead of tensors.
+            `scores` by method, `log_probs`, and `right`: whether the next token is predicted. All
+            are nested lists, [windows, tokens].
 
         Raises:
             QualmsError: If a score is not finite.
@@ -137,7 +141,7 @@ class _TokenRows(ScoreRows[WindowBatch]):
         }
 
     def collect(self, windows: Windows) -> ScoredWindows:
-        """Concatenate the scores of all windows, once all are in the journal."""
+        """Join the scores and predictions of all batches, once all are in the journal."""
         scores_by_method: dict[str, list[list[float]]] = {name: [] for name in self.exactly}
         log_probs: list[list[float]] = []
         right: list[list[bool]] = []
@@ -174,14 +178,20 @@ def usable_for_tokens(
 
     def try_method(name: str, method: Method) -> None:
         """Score four tokens by a method; raise a QualmsError if the model does not support it."""
-        scorer = _make_scorer(model, {name: method.quick()}, seed=0, engine=FEW_TANGENTS, params="")
+        scorer = _make_scorer(
+            model,
+            {name: method.quick()},
+            seed=0,
+            engine=FEW_TANGENTS,
+            params="",
+        )
         scorer(few_tokens)
 
     return keep_usable(methods, try_method)
 
 
 def describe_language_model(language: LanguageModel) -> dict[str, Any]:
-    """Return what identifies a language model in the header of a journal, with our version."""
+    """Return what identifies a language model in a journal's header, and the version of qualms."""
     return {"qualms": __version__, "network": language.name, "weights": fingerprint(language.model)}
 
 
@@ -199,7 +209,12 @@ def _make_scorer(
         params: a pattern of the parameters whose gradients count; empty for all.
     """
     return Scorer(
-        model, dict(methods), class_dim=-1, engine=engine, params=params or None, seed=seed
+        model,
+        dict(methods),
+        class_dim=-1,
+        engine=engine,
+        params=params or None,
+        seed=seed,
     )
 
 

@@ -53,7 +53,7 @@ class Windows:
         return replace(self, ids=self.ids[positions])
 
     def fingerprint(self) -> str:
-        """Return a short hash of the tokens and of `opening`."""
+        """Return a short hash of the tokens, and of how many at the start get no score."""
         digest = hashlib.sha256(self.ids.contiguous().numpy().tobytes())
         digest.update(str(self.opening).encode())
         return digest.hexdigest()[:16]
@@ -78,7 +78,7 @@ class WindowBatch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no window can be read: always False, since windows are in memory."""
+        """Whether nothing can be read, as of a batch of files; False, as windows are in memory."""
         return False
 
 
@@ -92,7 +92,9 @@ def window_batches(windows: Windows) -> Iterator[WindowBatch]:
 def cut_windows(
     name: str, documents: Iterable[Document], language: LanguageModel, length: int
 ) -> Windows:
-    """Cut documents into windows; drop the tokens left over at the end of each document.
+    """Cut documents into windows of equal length, each of one document; drop what is left over.
+
+    A window has `length` tokens with a score, after an opening of tokens without one.
 
     Args:
         name: the display name of the text.
@@ -117,6 +119,7 @@ def cut_windows(
         lead, ids = encoded.ids[: encoded.lead], encoded.ids[encoded.lead :]
         # Without added tokens, the first token of each window gets no score instead.
         opening = max(encoded.lead, 1)
+        # The document's own tokens in a window: `lead` is added to each.
         tokens_per_window = length + opening - encoded.lead
         for start in range(0, len(ids) - tokens_per_window + 1, tokens_per_window):
             rows.append((*lead, *ids[start : start + tokens_per_window]))
