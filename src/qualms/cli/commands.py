@@ -87,6 +87,7 @@ class Commands(LazyGroup):
         try:
             with at_sigterm(terminate_command):
                 return super().invoke(ctx)
+        # Ctrl-C, or the `Terminated` that `terminate_command` raises.
         except KeyboardInterrupt:
             raise interruption(LEFTOVERS.get(ctx.invoked_subcommand)) from None
 

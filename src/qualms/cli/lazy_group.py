@@ -55,6 +55,7 @@ class LazyGroup(TyperGroup):
         """
         name = args[0]
         is_option = name.startswith("-")
+        # Typer reports unknown options itself, and asks for completions (resilient parsing).
         if name in self.commands or is_option or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         matches = get_close_matches(name, self.commands, n=1)

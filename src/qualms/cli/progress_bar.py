@@ -115,6 +115,7 @@ class _Speed:
             what: The kind of work.
             done: How much of this work an earlier run has done.
         """
+        # Nothing is reported yet, so `latest` is when this object was created.
         self.starts[what] = (self.latest, done)
 
     def describe(self, what: str, done: int, total: int) -> str:

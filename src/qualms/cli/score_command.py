@@ -142,6 +142,7 @@ def score(
                 "in --out."
             )
         require_shard_folder(folder)
+        # Until shards are scored, nothing is kept; then `score_to_folder` reports Ctrl-C itself.
         with report_interruption(None):
             run = _prepare_run(images, model, requested_methods, options, acceptance)
             reference_images = None if reference is None else run.read(reference)

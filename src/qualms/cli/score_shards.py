@@ -195,7 +195,10 @@ def _score_missing_shards(
 
 
 def _starts_with_training_images(images: Images, train: Images | None) -> bool:
-    """Whether the first images to score have the same pixels as the first training images.
+    """Whether the training images begin with the same pixels as the images to score.
+
+    They are then taken to be the same, an error of the user: methods may not learn from the images
+    that they score.
 
     Args:
         images: The first images to score, [n].

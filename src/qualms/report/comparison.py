@@ -54,7 +54,9 @@ class WhiskerRange:
 
 
 def list_columns(content: Content, summaries: Sequence[MethodSummary]) -> list[Column]:
-    """Return the columns of the table for which there are groups of images, labels or costs.
+    """Return the columns of the table of methods; a measure that was not computed has no column.
+
+    Whether a column is always shown is its `visibility` (see `Column`).
 
     Args:
         content: The content of the report.
@@ -125,7 +127,7 @@ def list_columns(content: Content, summaries: Sequence[MethodSummary]) -> list[C
 
 
 def _group_column_visibility(num_groups: int) -> str:
-    """Return the `visibility` of the AUROC columns if there are this many unknown groups."""
+    """Return the `visibility` (see `Column`) of the AUROC columns of this many unknown groups."""
     if num_groups == 1:
         return "first"
     if num_groups <= MAX_WIDE_COLUMNS:
@@ -190,6 +192,7 @@ def _cost_cell(cost: int | float | str | None) -> dict[str, Any]:
 
 def format_cost(cost: int | float) -> str:
     """Format a cost in forward passes, such as `56×` or `1.2×`."""
+    # From 9.95 on, one decimal would print as 10.0 or more.
     if cost >= 9.95:
         return f"{cost:.0f}×"
     return f"{cost:.1f}".removesuffix(".0") + "×"
@@ -254,7 +257,7 @@ def _format_estimate(estimate: Estimate, scale: int, digits: int) -> str:
     Args:
         estimate: The value and its interval.
         scale: The factor of the printed numbers; 100 prints percent.
-        digits: The number of decimals.
+        digits: The number of decimals; a value in percent always has one.
     """
     value = f"{estimate.value:.{digits}f}"
     if scale == 100:

@@ -140,6 +140,7 @@ def write_maps(maps: Maps, path: str | Path) -> Path:
     colors = _colors_by_class(maps)
     shown_indices = range(min(MAX_IMAGES, len(maps.images)))
     has_unknown = bool(maps.is_unknown.any())
+    # What the page calls the pixels of known classes; without unknown ones, these are all.
     known = "pixels"
     if has_unknown:
         known = "known pixels"

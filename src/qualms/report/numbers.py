@@ -75,6 +75,8 @@ class MethodSummary:
 def summarize_methods(content: Content, resamples: int = 1000) -> list[MethodSummary]:
     """Summarize every method, in descending order of `MethodSummary.main`.
 
+    The last result is cached, since a command may print a table and write a page of it.
+
     Args:
         content: The content of the report.
         resamples: The number of bootstrap resamples that each interval is computed from.
@@ -86,7 +88,8 @@ def summarize_methods(content: Content, resamples: int = 1000) -> list[MethodSum
 
 
 def _sort_key(summary: MethodSummary) -> float:
-    """Return minus the value of `summary.main`, by which summaries are sorted; 0 if it is None."""
+    """Return minus the value of `summary.main`, so that sorting puts the highest value first."""
+    # All methods lack it then, so they keep their order.
     if summary.main is None:
         return 0.0
     return -summary.main.value
@@ -240,6 +243,7 @@ def score_axis(groups: Sequence[np.ndarray]) -> Axis:
     """
     lows = []
     highs = []
+    # `lower` and `higher` take a score itself, not a mean of two that would leave out one more.
     for scores in groups:
         lows.append(float(np.quantile(scores, OUTLIERS, method="lower")))
         highs.append(float(np.quantile(scores, 1 - OUTLIERS, method="higher")))
@@ -273,7 +277,9 @@ def _spans_magnitudes(scores: np.ndarray) -> bool:
 def thin_curve(
     x: np.ndarray, y: np.ndarray, max_points: int = MAX_POINTS
 ) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " k"]]:
-    """Keep at most `max_points` points of a curve: both ends, the rest at equal distances.
+    """Thin a curve for a small file: keep at most `max_points` points, about equally far apart.
+
+    Both ends are kept.
 
     Args:
         x: The first coordinates, of shape [n].
