@@ -122,6 +122,7 @@ def _count_dataset_classes(dataset: str, entry: Entry) -> int | None:
         entry: The entry of the network in the zoo.
     """
     dataset_info = DATASETS[dataset]
+    # A network for other images is not meant for this dataset, and keeps its own classes.
     has_same_shape = (dataset_info.channels, dataset_info.size) == (entry.channels, entry.size)
     return dataset_info.classes if has_same_shape else None
 

@@ -102,6 +102,9 @@ class PartialFile(AbstractContextManager["PartialFile"]):
             group: `IMAGES` or `REFERENCE`.
             first: The position of the batch's first image in the group.
             count: The number of images in the batch.
+
+        Raises:
+            QualmsError: If the saved row has another number of images.
         """
         row = self._parts.get((group, first))
         if row is not None and len(row["ids"]) != count:

@@ -248,6 +248,7 @@ def _explain_no_comparison(content: Content) -> str:
         return f"{beginning}, and no labels that show which predictions are wrong."
     if correct.all():
         return f"{beginning}, and every prediction is right."
+    # With right and wrong predictions, rAULC would compare the methods.
     return f"{beginning}, and no prediction is right."
 
 

@@ -192,7 +192,7 @@ def compare_methods(content: Content, summaries: Sequence[MethodSummary]) -> Ver
 
     Methods that are only for comparison with the paper (`not_for_use`) are left out. A method is
     tied with the best one if the upper end of its interval is at least the lower end of the best
-    one's.
+    one's. The method with the highest value is not called best if its interval includes chance.
 
     Args:
         content: The content of the report.

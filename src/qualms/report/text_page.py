@@ -20,7 +20,7 @@ from qualms.texts.document import ScoredDocument
 from qualms.texts.spans import LENGTH as SPAN_LENGTH
 from qualms.texts.spans import Span, worst_span_of
 
-MARKED_PERCENT = 10  # of tokens that are marked at first
+MARKED_PERCENT = 10  # of the tokens are marked at first
 
 
 def write_text_page(
@@ -133,8 +133,8 @@ class _ShownDocument:
     def from_scored(document: ScoredDocument) -> "_ShownDocument":
         """Find what is shown of a document: its tokens, their scores, and the worst spans.
 
-        Tokens that share a character, such as the bytes of an emoji, are shown as one. The score of a shown token
-        is the highest score of the tokens that it joins; NaN is ignored, unless all are NaN.
+        Tokens that share a character, such as the bytes of an emoji, are shown as one. Its score is
+        the highest score of the tokens that it joins; NaN is ignored, unless all are NaN.
         """
         tokens = shown_tokens(document.offsets)
         token_indices: list[int] = []
@@ -295,5 +295,6 @@ def _utf16_positions(text: str) -> np.ndarray:
 
     Characters above U+FFFF take two units of UTF-16, and JavaScript counts units.
     """
+    # UTF-32 has 4 bytes per character; "surrogatepass" lets half a surrogate pair through.
     code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
     return np.concatenate([[0], np.cumsum(1 + (code_points > 0xFFFF))]).astype(np.int32)
