@@ -113,7 +113,13 @@ def score_and_time(
     groups = []
     for images in (scene.known, *scene.unknown):
         scored = score_images(
-            network, images, methods, journal, seed=seed, train=scene.train, progress=progress
+            network,
+            images,
+            methods,
+            journal,
+            seed=seed,
+            train=scene.train,
+            progress=progress,
         )
         # Labels of the unknown images are not classes of the network.
         labels = scored.labels if images is scene.known else None
@@ -157,7 +163,11 @@ def _train(images: Images, seed: int) -> nn.Module:
     # used) is restored.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = paper_cnn(channels=1, size=SIZE, classes=NUM_KNOWN)
+        model = paper_cnn(
+            channels=1,
+            size=SIZE,
+            classes=NUM_KNOWN,
+        )
     fit(model, images, RECIPES["digits"].shortened(EPOCHS), NORMALIZATION, seed=seed)
     return model
 

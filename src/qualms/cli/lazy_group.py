@@ -116,7 +116,9 @@ class LazyCommand(TyperCommand):
             return typer.main.get_command(command)
         # The command is a function, which typer can only convert as part of an app.
         app = typer.Typer(
-            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            rich_markup_mode="markdown",
         )
         app.command(self.name)(command)
         return typer.main.get_command(app)

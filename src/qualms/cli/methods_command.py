@@ -80,7 +80,11 @@ def _print_paragraph(text: str, first_indent: str, indent: str) -> None:
         indent: The beginning of all further lines.
     """
     wrapped = textwrap.fill(
-        text, WIDTH, initial_indent=first_indent, subsequent_indent=indent, break_on_hyphens=False
+        text,
+        WIDTH,
+        initial_indent=first_indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
     )
     typer.echo(wrapped)
 

@@ -84,7 +84,11 @@ def echo_price_of_groups(
     """
     scaled_methods = {name: network.scale_noise(method) for name, method in methods.items()}
     scorer = Scorer(
-        network.model, scaled_methods, models=network.members, engine=engine, tolerance=tolerance
+        network.model,
+        scaled_methods,
+        models=network.members,
+        engine=engine,
+        tolerance=tolerance,
     )
     total = sum(len(images) for images in groups)
     # The price does not depend on which image it is estimated with.

@@ -59,7 +59,12 @@ def show_progress(
             if what not in bars:
                 display.update(waiting_bar, visible=False)
                 bars[what] = display.add_task(text, total=total)
-            display.update(bars[what], description=text, completed=done, total=total)
+            display.update(
+                bars[what],
+                description=text,
+                completed=done,
+                total=total,
+            )
 
         if total is not None:
             progress(what, done, total)

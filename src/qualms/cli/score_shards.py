@@ -55,7 +55,9 @@ class ShardOptions(ScoreOptions):
     shard_size: Annotated[
         int | None,
         typer.Option(
-            help="Number of images per shard, if --out is a folder.", min=1, show_default=str(SIZE)
+            help="Number of images per shard, if --out is a folder.",
+            min=1,
+            show_default=str(SIZE),
         ),
     ] = None
     runner: Annotated[
@@ -64,7 +66,11 @@ class ShardOptions(ScoreOptions):
     ] = "local"
     workers: Annotated[
         int | None,
-        typer.Option(help="Number of Ray workers.", min=1, show_default="one per core"),
+        typer.Option(
+            help="Number of Ray workers.",
+            min=1,
+            show_default="one per core",
+        ),
     ] = None
     ray_address: Annotated[
         str | None,

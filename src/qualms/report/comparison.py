@@ -166,15 +166,32 @@ def make_cells(
     row_cells = []
     if len(content.unknown) > 1 and row_summary.mean_auroc is not None:
         row_cells.append(
-            _estimate_cell(row_summary.mean_auroc, scale=100, digits=1, whisker_range=auroc_range)
+            _estimate_cell(
+                row_summary.mean_auroc,
+                scale=100,
+                digits=1,
+                whisker_range=auroc_range,
+            )
         )
     for auroc in row_summary.auroc:
-        row_cells.append(_estimate_cell(auroc, scale=100, digits=1, whisker_range=auroc_range))
+        row_cells.append(
+            _estimate_cell(
+                auroc,
+                scale=100,
+                digits=1,
+                whisker_range=auroc_range,
+            )
+        )
     for aupr in row_summary.aupr:
         row_cells.append(_plain_cell(f"{100 * aupr:.1f}", aupr))
     if row_summary.raulc is not None:
         row_cells.append(
-            _estimate_cell(row_summary.raulc, scale=1, digits=3, whisker_range=raulc_range)
+            _estimate_cell(
+                row_summary.raulc,
+                scale=1,
+                digits=3,
+                whisker_range=raulc_range,
+            )
         )
     if content.costs:
         row_cells.append(_cost_cell(row_summary.cost))
@@ -301,7 +318,11 @@ def _whisker_range(estimates: Sequence[Estimate], chance: float) -> WhiskerRange
     low = max(low, chance - 0.1 * abs(high - chance))
     # If all values are equal, the range would have no length without the second margin.
     margin = 0.04 * (high - low) or 0.05
-    return WhiskerRange(low=low - margin, high=high + margin, chance=chance)
+    return WhiskerRange(
+        low=low - margin,
+        high=high + margin,
+        chance=chance,
+    )
 
 
 def _plain_cell(text: str, key: int | float | str) -> dict[str, Any]:

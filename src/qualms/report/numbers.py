@@ -204,17 +204,29 @@ def compare_methods(content: Content, summaries: Sequence[MethodSummary]) -> Ver
         if summary.main is not None and summary.method not in names_not_for_use:
             ranked.append((summary, summary.main))
     if not ranked:
-        return Verdict(best=None, highest=None, tied=[])
+        return Verdict(
+            best=None,
+            highest=None,
+            tied=[],
+        )
     highest_summary, highest_estimate = ranked[0]
     chance = 0.5 if content.unknown else 0.0
     # `not ... >`, so that a lower end of NaN does not count as above chance.
     if not highest_estimate.low > chance:
-        return Verdict(best=None, highest=highest_summary, tied=[])
+        return Verdict(
+            best=None,
+            highest=highest_summary,
+            tied=[],
+        )
     tied = []
     for summary, estimate in ranked[1:]:
         if estimate.high >= highest_estimate.low:
             tied.append(summary.method)
-    return Verdict(best=highest_summary, highest=highest_summary, tied=tied)
+    return Verdict(
+        best=highest_summary,
+        highest=highest_summary,
+        tied=tied,
+    )
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,12 @@ def render_template(
     css = "".join(map(_read_own, styles))
     js = "".join(map(_read_own, scripts))
     page = environment.get_template(template)
-    return page.render(css=css, js=js, version=__version__, **values)
+    return page.render(
+        css=css,
+        js=js,
+        version=__version__,
+        **values,
+    )
 
 
 def _read_own(name: str) -> str:
