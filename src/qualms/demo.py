@@ -65,6 +65,7 @@ def prepare_scene(seed: int = 0, progress: ProgressFn | None = None) -> Scene:
     known = _take_classes(test, range(NUM_KNOWN), "digits 0 to 6")
     # The network saw no digit from 7 to 9, so those of both splits are unknown to it.
     unknown_digits = _take_classes(_concatenate(train, test), range(NUM_KNOWN, 10), "digits 7 to 9")
+    # The first network is scored; the others are an ensemble for the methods that need several.
     models = []
     for index in range(TRAININGS):
         models.append(_train(train_digits, seed + index))
@@ -83,9 +84,9 @@ def prepare_scene(seed: int = 0, progress: ProgressFn | None = None) -> Scene:
 
 
 def every_method() -> dict[str, Method]:
-    """Return every method by its spec: REGrad* first, then all others with default parameters.
+    """Return every method by its spec: REGrad* with and without smoothing, then all with defaults.
 
-    Noise levels are for pixels from 0 to 1.
+    The noise of smoothing is for pixels from 0 to 1.
     """
     names = [method_type.name for method_type in METHODS]
     return {spec: parse(spec) for spec in (DEFAULT, "regrad+layers", *names)}
@@ -112,7 +113,13 @@ def score_and_time(
     groups = []
     for images in (scene.known, *scene.unknown):
         scored = score_images(
-            network, images, methods, journal, seed=seed, train=scene.train, progress=progress
+            network,
+            images,
+            methods,
+            journal,
+            seed=seed,
+            train=scene.train,
+            progress=progress,
         )
         # Labels of the unknown images are not classes of the network.
         labels = scored.labels if images is scene.known else None
@@ -152,10 +159,15 @@ def score_and_time(
 
 def _train(images: Images, seed: int) -> nn.Module:
     """Train a CNN on images of the known digits; the global random state is left unchanged."""
-    # The initial weights follow the seed; on exit the global random state is restored.
+    # The initial weights follow the seed. On exit, the random state of the CPU (no other one is
+    # used) is restored.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = paper_cnn(channels=1, size=SIZE, classes=NUM_KNOWN)
+        model = paper_cnn(
+            channels=1,
+            size=SIZE,
+            classes=NUM_KNOWN,
+        )
     fit(model, images, RECIPES["digits"].shortened(EPOCHS), NORMALIZATION, seed=seed)
     return model
 

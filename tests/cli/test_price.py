@@ -25,7 +25,7 @@ def test_a_run_begins_with_what_it_takes(
 def test_a_long_run_names_what_is_cheaper_and_by_how_much(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Told
 ) -> None:
-    monkeypatch.setattr(price, "LONG", 0.0)
+    monkeypatch.setattr(price, "LONG_SECONDS", 0.0)
     assert run(monkeypatch, "score", "pictures", *own("--methods", "regrad+layers+smooth")) == 0
     told = capsys.readouterr().err
     assert "cheaper: without +smooth: about " in told

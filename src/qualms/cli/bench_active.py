@@ -129,6 +129,7 @@ def parse_pickers(methods: str, dataset: str) -> Pickers:
     """
     pickers: Pickers = {}
     specs = split_list(methods)
+    # Rows call it `RANDOM`, a name as in the paper's tables.
     if "random" in specs or methods == "paper":
         pickers[RANDOM] = None
     scored_specs = ",".join(spec for spec in specs if spec != "random")
@@ -153,8 +154,8 @@ def select_usable_pickers(
     methods = {name: method for name, method in pickers.items() if method is not None}
     if not methods:
         return pickers, []
+    # Two batches, as a real run has several. Methods that learn from images learn from these.
     trial_images = train.take(slice(0, 2 * FORWARD_BATCH))
-    # Methods that learn from training images learn from the same images here.
     usable, left_out = select_usable(network, trial_images, methods, train=trial_images)
     kept: Pickers = {}
     for name, method in pickers.items():

@@ -87,12 +87,16 @@ class Commands(LazyGroup):
         try:
             with at_sigterm(terminate_command):
                 return super().invoke(ctx)
+        # Ctrl-C, or the `Terminated` that `terminate_command` raises.
         except KeyboardInterrupt:
             raise interruption(LEFTOVERS.get(ctx.invoked_subcommand)) from None
 
 
 app = typer.Typer(
-    cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown"
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
 
 
@@ -109,7 +113,10 @@ def qualms(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
         ),
     ] = False,
 ) -> None:

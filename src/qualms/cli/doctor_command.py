@@ -114,6 +114,7 @@ def _try_score() -> str:
     device = resolve_device("auto")
     torch.manual_seed(0)
     try:
+        # Converts any error, also one of torch.
         with explain_failure(lambda error: QualmsError(reason(error))):
             scores = score(mnist_cnn().to(device), torch.rand(2, 1, 28, 28, device=device))
     except QualmsError as error:

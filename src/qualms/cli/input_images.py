@@ -93,7 +93,8 @@ def _read_split(
         name: The dataset, file or folder.
         root: The folder with the datasets.
         split: `test` or `train`.
-        transform: The transform that is applied to files, but not to datasets.
+        transform: The transform that is applied to files, which may hold images of several sizes;
+            datasets are transformed by the network, batch by batch.
         strict: Whether an image that cannot be read is an error.
     """
     if dataset_name(name, root) is not None:

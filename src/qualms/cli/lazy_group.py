@@ -55,6 +55,7 @@ class LazyGroup(TyperGroup):
         """
         name = args[0]
         is_option = name.startswith("-")
+        # Typer reports unknown options itself, and asks for completions (resilient parsing).
         if name in self.commands or is_option or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         matches = get_close_matches(name, self.commands, n=1)
@@ -115,7 +116,9 @@ class LazyCommand(TyperCommand):
             return typer.main.get_command(command)
         # The command is a function, which typer can only convert as part of an app.
         app = typer.Typer(
-            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            rich_markup_mode="markdown",
         )
         app.command(self.name)(command)
         return typer.main.get_command(app)

@@ -98,9 +98,9 @@ def _find_weights(name: str, entry: Entry, folder: Path, allow_random: bool) -> 
         allow_random: Whether to return None, rather than raise an error, if there are no weights.
 
     Returns:
-        The file, in the folder or in an installed package.
+        The file, in the folder or in an installed package; None only with `allow_random`.
     """
-    # Without a file name in the entry, this is the folder, and is not used.
+    # Without a published file, this is the folder itself, which no line below uses then.
     file = folder / (entry.file or "")
     if entry.file is not None and file.is_file():
         return file
@@ -122,6 +122,7 @@ def _count_dataset_classes(dataset: str, entry: Entry) -> int | None:
         entry: The entry of the network in the zoo.
     """
     dataset_info = DATASETS[dataset]
+    # A network for other images is not meant for this dataset, and keeps its own classes.
     has_same_shape = (dataset_info.channels, dataset_info.size) == (entry.channels, entry.size)
     return dataset_info.classes if has_same_shape else None
 
@@ -175,8 +176,11 @@ def _find_normalization(
             return recorded
     if published.normalization is not None:
         return published.normalization
-    if dataset is not None and _published_channels(published) in (None, DATASETS[dataset].channels):
-        return DATASETS[dataset].normalization
+    if dataset is not None:
+        dataset_info = DATASETS[dataset]
+        # A normalization has one mean per channel, so the network must have as many channels.
+        if _published_channels(published) in (None, dataset_info.channels):
+            return dataset_info.normalization
     raise QualmsError(f"the input normalization of {name} is unknown; pass --mean and --std.")
 
 

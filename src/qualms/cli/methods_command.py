@@ -80,13 +80,17 @@ def _print_paragraph(text: str, first_indent: str, indent: str) -> None:
         indent: The beginning of all further lines.
     """
     wrapped = textwrap.fill(
-        text, WIDTH, initial_indent=first_indent, subsequent_indent=indent, break_on_hyphens=False
+        text,
+        WIDTH,
+        initial_indent=first_indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
     )
     typer.echo(wrapped)
 
 
 def _list_prices(model: str, weights: Path | None, json_lines: bool) -> None:
-    """Print what each method costs for one image of the network's size.
+    """Print what REGrad* and all methods with default settings cost for one image.
 
     Args:
         model: The network, as --model names it.
@@ -100,6 +104,7 @@ def _list_prices(model: str, weights: Path | None, json_lines: bool) -> None:
             f"the image size of {model} is unknown, so costs cannot be estimated; "
             "choose another network."
         )
+    # The price does not depend on the pixels.
     one_input = torch.zeros(1, transform.channels or 3, *transform.size)
     names = [method.name for method in list_methods()]
     for spec in (DEFAULT, "regrad+layers", *names):

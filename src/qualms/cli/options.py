@@ -109,7 +109,10 @@ Device = Annotated[
 Root = Annotated[
     Path | None,
     typer.Option(
-        "--root", help="The folder with the datasets.", envvar="QUALMS_DATA", show_default="data"
+        "--root",
+        help="The folder with the datasets.",
+        envvar="QUALMS_DATA",
+        show_default="data",
     ),
 ]
 Inside = Annotated[

@@ -69,7 +69,8 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         # If the journal cannot be opened, no empty file is left behind.
         with ExitStack() as on_failure:
             on_failure.callback(self._remove_if_empty)
-            self._journal = Journal(path, {"task": "score", **about}, ADVICE, replace=overwrite)
+            first_line = {"task": "score", **about}
+            self._journal = Journal(path, first_line, ADVICE, replace=overwrite)
             # It is open: the callback is not run.
             on_failure.pop_all()
         # The rows of the scored batches, by group and position of the batch's first image.
@@ -101,6 +102,9 @@ class PartialFile(AbstractContextManager["PartialFile"]):
             group: `IMAGES` or `REFERENCE`.
             first: The position of the batch's first image in the group.
             count: The number of images in the batch.
+
+        Raises:
+            QualmsError: If the saved row has another number of images.
         """
         row = self._parts.get((group, first))
         if row is not None and len(row["ids"]) != count:
@@ -142,6 +146,7 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         """
         try:
             return _scored_from_row(row, threshold)
+        # What wrong keys, types or numbers in the row lead to.
         except (ValueError, KeyError, TypeError, ArithmeticError):
             raise self._damage_error() from None
 
@@ -154,12 +159,14 @@ class PartialFile(AbstractContextManager["PartialFile"]):
         failed = error_type is not None and issubclass(error_type, QualmsError)
         if failed and self._parts and self._path is not None:
             echo(f"{_describe_progress(self._path)}.")
-        # A file with batches stays. Another is removed before the journal unlocks it, so that no
-        # other run can have opened it.
-        is_settled = bool(self._parts) or self._remove()
+        is_empty = not self._parts
+        is_removed = False
+        # While the journal still locks the file, so that no other run can have opened it.
+        if is_empty:
+            is_removed = self._remove()
         self._journal.__exit__()
         # Windows refuses to remove an open file, so it is removed after closing.
-        if not is_settled:
+        if is_empty and not is_removed:
             self._remove()
 
     def _remove(self) -> bool:
@@ -195,7 +202,7 @@ class PartialFileSink:
     """
 
     def __init__(self, file: PartialFile, group: str, threshold: Threshold | None) -> None:
-        """Create a sink without parts."""
+        """Create a sink that saves the batches of one group in `file`."""
         self.file = file
         self.group = group
         self.threshold = threshold

@@ -24,7 +24,7 @@ from qualms.scorer import Scorer
 from qualms.stream.network import Network
 from qualms.tasks.score_rows import Methods
 
-LONG = 600.0  # seconds; for a command that takes longer, cheaper ways are listed
+LONG_SECONDS = 600.0  # for a command that takes longer, cheaper ways are listed
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def echo_price(scorer: Scorer, one_input: Tensor, num_images: int | None) -> Non
     seconds = num_images * price.seconds
     time = format_duration(seconds)
     echo(f"{count_of(num_images, 'image')}, about {time} ({_format_passes(price)} each)")
-    if seconds <= LONG:
+    if seconds <= LONG_SECONDS:
         return
     for label, cheaper_price in _cheaper_prices(scorer, one_input, price):
         time = format_duration(num_images * cheaper_price.seconds)
@@ -84,7 +84,11 @@ def echo_price_of_groups(
     """
     scaled_methods = {name: network.scale_noise(method) for name, method in methods.items()}
     scorer = Scorer(
-        network.model, scaled_methods, models=network.members, engine=engine, tolerance=tolerance
+        network.model,
+        scaled_methods,
+        models=network.members,
+        engine=engine,
+        tolerance=tolerance,
     )
     total = sum(len(images) for images in groups)
     # The price does not depend on which image it is estimated with.

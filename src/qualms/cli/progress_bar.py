@@ -59,7 +59,12 @@ def show_progress(
             if what not in bars:
                 display.update(waiting_bar, visible=False)
                 bars[what] = display.add_task(text, total=total)
-            display.update(bars[what], description=text, completed=done, total=total)
+            display.update(
+                bars[what],
+                description=text,
+                completed=done,
+                total=total,
+            )
 
         if total is not None:
             progress(what, done, total)
@@ -115,6 +120,7 @@ class _Speed:
             what: The kind of work.
             done: How much of this work an earlier run has done.
         """
+        # Nothing is reported yet, so `latest` is when this object was created.
         self.starts[what] = (self.latest, done)
 
     def describe(self, what: str, done: int, total: int) -> str:

@@ -56,7 +56,7 @@ from qualms.tasks.rows import LeftOutRow
 from qualms.tasks.score_rows import Methods
 
 # The options that have no effect with --tokens, and their defaults.
-FOR_IMAGES = {
+IMAGE_DEFAULTS = {
     "id": None,
     "ood": "",
     "weights": None,
@@ -151,7 +151,7 @@ def _report_texts(options: ReportOptions) -> None:
     Raise an error if options are given that apply to images only.
     """
     image_options = []
-    for name, default in FOR_IMAGES.items():
+    for name, default in IMAGE_DEFAULTS.items():
         if getattr(options, name) != default:
             image_options.append(name)
     forbid_options(image_options)
@@ -278,6 +278,7 @@ def _score_groups(
         other images need not be classes of the network.
     """
     scored_groups = []
+    # The task is `ood`, so that `qualms bench ood` reads and writes the same scores.
     with (
         Journal(rows_path, {"task": "ood", **network.about}) as journal,
         show_progress() as progress,

@@ -125,7 +125,11 @@ def score(
         threshold: A file with a threshold.
         json_lines: Whether to print JSON lines.
     """
-    options.check_token_options(reference=reference, coverage=coverage, threshold=threshold)
+    options.check_token_options(
+        reference=reference,
+        coverage=coverage,
+        threshold=threshold,
+    )
     destination = out or (None if json_lines else FILE)
     if options.tokens:
         score_tokens(images, model, methods, destination, overwrite, json_lines, options)
@@ -142,6 +146,7 @@ def score(
                 "in --out."
             )
         require_shard_folder(folder)
+        # Until shards are scored, nothing is kept; then `score_to_folder` reports Ctrl-C itself.
         with report_interruption(None):
             run = _prepare_run(images, model, requested_methods, options, acceptance)
             reference_images = None if reference is None else run.read(reference)
@@ -242,7 +247,10 @@ def _parse_acceptance(
             source=str(threshold),
         )
     return _AcceptanceRule(
-        reference=reference, coverage=coverage, threshold=None, source=str(reference)
+        reference=reference,
+        coverage=coverage,
+        threshold=None,
+        source=str(reference),
     )
 
 

@@ -55,7 +55,9 @@ class ShardOptions(ScoreOptions):
     shard_size: Annotated[
         int | None,
         typer.Option(
-            help="Number of images per shard, if --out is a folder.", min=1, show_default=str(SIZE)
+            help="Number of images per shard, if --out is a folder.",
+            min=1,
+            show_default=str(SIZE),
         ),
     ] = None
     runner: Annotated[
@@ -64,7 +66,11 @@ class ShardOptions(ScoreOptions):
     ] = "local"
     workers: Annotated[
         int | None,
-        typer.Option(help="Number of Ray workers.", min=1, show_default="one per core"),
+        typer.Option(
+            help="Number of Ray workers.",
+            min=1,
+            show_default="one per core",
+        ),
     ] = None
     ray_address: Annotated[
         str | None,
@@ -195,7 +201,10 @@ def _score_missing_shards(
 
 
 def _starts_with_training_images(images: Images, train: Images | None) -> bool:
-    """Whether the first images to score have the same pixels as the first training images.
+    """Whether the training images begin with the same pixels as the images to score.
+
+    They are then taken to be the same, an error of the user: methods may not learn from the images
+    that they score.
 
     Args:
         images: The first images to score, [n].

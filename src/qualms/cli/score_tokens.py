@@ -35,7 +35,7 @@ from qualms.texts.spans import worst_span_of
 from qualms.texts.token_table import TokenTable
 
 # The options that have an effect with --tokens.
-USED = ("engine", "seed", "root", "device", "strict", "tokens", "generate", "tangents")
+TOKEN_OPTIONS = ("engine", "seed", "root", "device", "strict", "tokens", "generate", "tangents")
 QUOTE_LENGTH = 60  # the largest number of characters of the worst span that are printed
 
 
@@ -88,7 +88,11 @@ class ImageOrTokenOptions(ShardOptions):
         for name, value in image_options.items():
             if value is not None:
                 given_names.append(name)
-        forbid_options([name.replace("_", "-") for name in given_names if name not in USED])
+        unused_names = []
+        for name in given_names:
+            if name not in TOKEN_OPTIONS:
+                unused_names.append(name.replace("_", "-"))
+        forbid_options(unused_names)
         require_sketch(self.engine)
 
 

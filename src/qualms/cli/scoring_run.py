@@ -75,10 +75,10 @@ class ScoringRun:
     options: ScoreOptions
 
     def read(self, name: str) -> Images:
-        """Read images for the network, and print how many there are and what is done to them.
+        """Read images to score, and print how many there are and how they are preprocessed.
 
         Args:
-            name: A dataset, file or folder.
+            name: A file, a folder, or a dataset, of which the test images are read.
 
         Raises:
             QualmsError: If the network cannot take images of their size.

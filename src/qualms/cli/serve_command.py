@@ -179,6 +179,7 @@ class _Loader:
 
         with short_warnings():
             report_step(f"loading {self.log_name}")
+            # No images are named, since they come with requests.
             run = prepare_run("", self.model, self.methods, self.options)
             service = ScoringService(self.url_name, run.network, run.make_scorer(self.threshold))
             price = service.price()

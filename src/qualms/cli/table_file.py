@@ -73,6 +73,7 @@ def open_table(out: str, overwrite: bool, json_lines: bool) -> "Table":
     if ending == ".parquet":
         # Called for its error if pyarrow is missing.
         _import_parquet()
+    # A file beside the table will list the inputs that cannot be read: it is checked first.
     _require_no_file(rejected_file(path), overwrite)
     require_new_file(path, overwrite)
     return Table(path, ending)

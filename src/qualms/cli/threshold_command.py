@@ -206,6 +206,7 @@ def _print_threshold(path: str, threshold: Threshold, json_lines: bool) -> None:
         return
     lines = [f"{path}: inputs whose score is at most {threshold.value:.6g} are accepted."]
     lines.append(f"{_describe_guarantee(threshold)}; set on {threshold.samples} scores.")
+    # The reference scores are in ascending order.
     if threshold.reference:
         low, high = threshold.reference[0], threshold.reference[-1]
         median = threshold.reference[len(threshold.reference) // 2]

@@ -127,6 +127,7 @@ def _choose_recipe(data: str, network_name: str, options: TrainOptions) -> Recip
         options: The options of the command.
     """
     recipe_name = "vit" if network_name.startswith("vit") else data
+    # Fashion-MNIST, for one, has no recipe of its own.
     recipe = RECIPES.get(recipe_name, RECIPES["mnist"])
     if options.epochs is not None:
         recipe = recipe.shortened(options.epochs)

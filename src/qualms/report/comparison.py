@@ -54,7 +54,9 @@ class WhiskerRange:
 
 
 def list_columns(content: Content, summaries: Sequence[MethodSummary]) -> list[Column]:
-    """Return the columns of the table for which there are groups of images, labels or costs.
+    """Return the columns of the table of methods; a measure that was not computed has no column.
+
+    Whether a column is always shown is its `visibility` (see `Column`).
 
     Args:
         content: The content of the report.
@@ -125,7 +127,7 @@ def list_columns(content: Content, summaries: Sequence[MethodSummary]) -> list[C
 
 
 def _group_column_visibility(num_groups: int) -> str:
-    """Return the `visibility` of the AUROC columns if there are this many unknown groups."""
+    """Return the `visibility` (see `Column`) of the AUROC columns of this many unknown groups."""
     if num_groups == 1:
         return "first"
     if num_groups <= MAX_WIDE_COLUMNS:
@@ -164,15 +166,32 @@ def make_cells(
     row_cells = []
     if len(content.unknown) > 1 and row_summary.mean_auroc is not None:
         row_cells.append(
-            _estimate_cell(row_summary.mean_auroc, scale=100, digits=1, whisker_range=auroc_range)
+            _estimate_cell(
+                row_summary.mean_auroc,
+                scale=100,
+                digits=1,
+                whisker_range=auroc_range,
+            )
         )
     for auroc in row_summary.auroc:
-        row_cells.append(_estimate_cell(auroc, scale=100, digits=1, whisker_range=auroc_range))
+        row_cells.append(
+            _estimate_cell(
+                auroc,
+                scale=100,
+                digits=1,
+                whisker_range=auroc_range,
+            )
+        )
     for aupr in row_summary.aupr:
         row_cells.append(_plain_cell(f"{100 * aupr:.1f}", aupr))
     if row_summary.raulc is not None:
         row_cells.append(
-            _estimate_cell(row_summary.raulc, scale=1, digits=3, whisker_range=raulc_range)
+            _estimate_cell(
+                row_summary.raulc,
+                scale=1,
+                digits=3,
+                whisker_range=raulc_range,
+            )
         )
     if content.costs:
         row_cells.append(_cost_cell(row_summary.cost))
@@ -190,6 +209,7 @@ def _cost_cell(cost: int | float | str | None) -> dict[str, Any]:
 
 def format_cost(cost: int | float) -> str:
     """Format a cost in forward passes, such as `56×` or `1.2×`."""
+    # From 9.95 on, one decimal would print as 10.0 or more.
     if cost >= 9.95:
         return f"{cost:.0f}×"
     return f"{cost:.1f}".removesuffix(".0") + "×"
@@ -245,6 +265,7 @@ def _explain_no_comparison(content: Content) -> str:
         return f"{beginning}, and no labels that show which predictions are wrong."
     if correct.all():
         return f"{beginning}, and every prediction is right."
+    # With right and wrong predictions, rAULC would compare the methods.
     return f"{beginning}, and no prediction is right."
 
 
@@ -254,7 +275,7 @@ def _format_estimate(estimate: Estimate, scale: int, digits: int) -> str:
     Args:
         estimate: The value and its interval.
         scale: The factor of the printed numbers; 100 prints percent.
-        digits: The number of decimals.
+        digits: The number of decimals; a value in percent always has one.
     """
     value = f"{estimate.value:.{digits}f}"
     if scale == 100:
@@ -297,7 +318,11 @@ def _whisker_range(estimates: Sequence[Estimate], chance: float) -> WhiskerRange
     low = max(low, chance - 0.1 * abs(high - chance))
     # If all values are equal, the range would have no length without the second margin.
     margin = 0.04 * (high - low) or 0.05
-    return WhiskerRange(low=low - margin, high=high + margin, chance=chance)
+    return WhiskerRange(
+        low=low - margin,
+        high=high + margin,
+        chance=chance,
+    )
 
 
 def _plain_cell(text: str, key: int | float | str) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class LayerContributions:
     groups: Sequence[str]
 
     def __post_init__(self) -> None:
-        """Raise an error unless the contributions are a table of numbers of 0 or more."""
+        """Raise an error unless each input has a finite contribution of 0 or more per layer."""
         shape = self.contributions.shape
         if shape != (len(self.groups), len(self.names)) or not self.contributions.size:
             raise QualmsError(

@@ -107,12 +107,14 @@ def layer_name(model: nn.Module, name: str) -> str:
 
     Args:
         model: The model.
-        name: The name of a module of the model. Any other name is returned unchanged.
+        name: The name of a module of the model. Any other name is returned unchanged, except that
+            an empty one, for parameters of the model itself, becomes the name of its class.
     """
     module = dict(model.named_modules()).get(name)
     if module is None or not name:
         return name or type(model).__name__
-    kind = re.sub(r"[123]d$", "", type(module).__name__)  # Conv2d is shown as Conv
+    # Conv2d is shown as Conv.
+    kind = re.sub(r"[123]d$", "", type(module).__name__)
     kernel = getattr(module, "kernel_size", None)
     if isinstance(kernel, tuple):
         kind += " " + "×".join(map(str, kernel))

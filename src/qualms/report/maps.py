@@ -140,6 +140,7 @@ def write_maps(maps: Maps, path: str | Path) -> Path:
     colors = _colors_by_class(maps)
     shown_indices = range(min(MAX_IMAGES, len(maps.images)))
     has_unknown = bool(maps.is_unknown.any())
+    # What the page calls the pixels of known classes; without unknown ones, these are all.
     known = "pixels"
     if has_unknown:
         known = "known pixels"
@@ -182,8 +183,8 @@ def _rank_methods(maps: Maps) -> list[dict[str, Any]]:
 def _compute_measures(maps: Maps, method: str) -> dict[str, float]:
     """Compute the measures of a method, as a dict with keys of `MEASURES`.
 
-    Without labels, the dict is empty. `wrong` needs known pixels with right and with wrong
-    predictions; the other measures need unknown pixels.
+    Without labels, the dict is empty. `wrong`, the AUROC of wrong predictions, needs known pixels
+    with right and with wrong ones; the other measures need unknown pixels.
     """
     if maps.labels is None:
         return {}

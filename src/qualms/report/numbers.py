@@ -75,6 +75,8 @@ class MethodSummary:
 def summarize_methods(content: Content, resamples: int = 1000) -> list[MethodSummary]:
     """Summarize every method, in descending order of `MethodSummary.main`.
 
+    The last result is cached, since a command may print a table and write a page of it.
+
     Args:
         content: The content of the report.
         resamples: The number of bootstrap resamples that each interval is computed from.
@@ -86,7 +88,8 @@ def summarize_methods(content: Content, resamples: int = 1000) -> list[MethodSum
 
 
 def _sort_key(summary: MethodSummary) -> float:
-    """Return minus the value of `summary.main`, by which summaries are sorted; 0 if it is None."""
+    """Return minus the value of `summary.main`, so that sorting puts the highest value first."""
+    # All methods lack it then, so they keep their order.
     if summary.main is None:
         return 0.0
     return -summary.main.value
@@ -189,7 +192,7 @@ def compare_methods(content: Content, summaries: Sequence[MethodSummary]) -> Ver
 
     Methods that are only for comparison with the paper (`not_for_use`) are left out. A method is
     tied with the best one if the upper end of its interval is at least the lower end of the best
-    one's.
+    one's. The method with the highest value is not called best if its interval includes chance.
 
     Args:
         content: The content of the report.
@@ -201,17 +204,29 @@ def compare_methods(content: Content, summaries: Sequence[MethodSummary]) -> Ver
         if summary.main is not None and summary.method not in names_not_for_use:
             ranked.append((summary, summary.main))
     if not ranked:
-        return Verdict(best=None, highest=None, tied=[])
+        return Verdict(
+            best=None,
+            highest=None,
+            tied=[],
+        )
     highest_summary, highest_estimate = ranked[0]
     chance = 0.5 if content.unknown else 0.0
     # `not ... >`, so that a lower end of NaN does not count as above chance.
     if not highest_estimate.low > chance:
-        return Verdict(best=None, highest=highest_summary, tied=[])
+        return Verdict(
+            best=None,
+            highest=highest_summary,
+            tied=[],
+        )
     tied = []
     for summary, estimate in ranked[1:]:
         if estimate.high >= highest_estimate.low:
             tied.append(summary.method)
-    return Verdict(best=highest_summary, highest=highest_summary, tied=tied)
+    return Verdict(
+        best=highest_summary,
+        highest=highest_summary,
+        tied=tied,
+    )
 
 
 @dataclass(frozen=True)
@@ -240,6 +255,7 @@ def score_axis(groups: Sequence[np.ndarray]) -> Axis:
     """
     lows = []
     highs = []
+    # `lower` and `higher` take a score itself, not a mean of two that would leave out one more.
     for scores in groups:
         lows.append(float(np.quantile(scores, OUTLIERS, method="lower")))
         highs.append(float(np.quantile(scores, 1 - OUTLIERS, method="higher")))
@@ -273,7 +289,9 @@ def _spans_magnitudes(scores: np.ndarray) -> bool:
 def thin_curve(
     x: np.ndarray, y: np.ndarray, max_points: int = MAX_POINTS
 ) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " k"]]:
-    """Keep at most `max_points` points of a curve: both ends, the rest at equal distances.
+    """Thin a curve for a small file: keep at most `max_points` points, about equally far apart.
+
+    Both ends are kept.
 
     Args:
         x: The first coordinates, of shape [n].

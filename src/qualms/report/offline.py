@@ -63,11 +63,17 @@ def render_template(
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
     )
+    # How `tojson` writes data: without spaces, and without NaN, which JSON lacks.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     css = "".join(map(_read_own, styles))
     js = "".join(map(_read_own, scripts))
     page = environment.get_template(template)
-    return page.render(css=css, js=js, version=__version__, **values)
+    return page.render(
+        css=css,
+        js=js,
+        version=__version__,
+        **values,
+    )
 
 
 def _read_own(name: str) -> str:

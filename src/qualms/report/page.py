@@ -350,7 +350,8 @@ def _explain_no_layers(content: Content, method: str) -> str:
     if found_method is None:
         return f"The scores of {method} cannot be split by layer.{other_methods}"
     why = "does not use gradients"
-    if found_method.direction:  # a gradient score, but not a sum over classes
+    # Only gradient scores have a direction; this one is not a sum over classes.
+    if found_method.direction:
         why = "does not sum the gradients of classes"
     return f"{method} {why}, so its scores cannot be split by layer.{other_methods}"
 

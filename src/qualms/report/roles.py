@@ -52,7 +52,7 @@ def explain_no_default(content: Content) -> str:
 def not_for_use(content: Content) -> list[str]:
     """Return the names of a report's methods that are only for comparison with the paper.
 
-    If the report has no other methods, the list is empty.
+    If the report has no other methods, the list is empty: they are then shown like any others.
     """
     names_not_for_use = []
     for name in content.methods:

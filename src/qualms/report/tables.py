@@ -8,16 +8,7 @@ from qualms.errors import QualmsError
 from qualms.methods.registry import parse
 from qualms.report.content import Content
 from qualms.report.numbers import summarize_methods
-from qualms.tasks.paper_numbers import (
-    ACTIVE,
-    OOD,
-    RAULC,
-    RUNTIME,
-    SWEEPS,
-    VIT,
-    paper_methods,
-    paper_row,
-)
+from qualms.tasks import paper_numbers
 from qualms.tasks.rows import CalibrationRow, CycleRow, OodRow, Row
 
 Line = Sequence[str]
@@ -123,7 +114,7 @@ def calibration_table(rows: Iterable[Row]) -> str:
     tables = []
     for dataset, dataset_rows in group_rows(calibration_rows, lambda row: row["in"]).items():
         paper_cells = {}
-        for name, number in RAULC.get(dataset, {}).items():
+        for name, number in paper_numbers.RAULC.get(dataset, {}).items():
             paper_cells[name] = f"{number:.3f}"
         lines = []
         for name, method_rows in group_rows(dataset_rows, lambda row: row["method"]).items():
@@ -147,8 +138,9 @@ def calibration_table(rows: Iterable[Row]) -> str:
 def active_table(rows: Iterable[Row]) -> str:
     """Format the rows of `qualms.tasks.active`: a table for each dataset.
 
-    Accuracy and negative log-likelihood are means over the cycles after the start. With several
-    seeds, they are followed by the standard deviation of the seeds' means.
+    Accuracy and negative log-likelihood (NLL) are means over a method's cycles. Before the first
+    cycle all methods share one network; its rows have the method `start`, and so a line of their
+    own. With several seeds, the standard deviation of the seeds' means follows.
 
     Args:
         rows: Rows of tasks; rows of other kinds are ignored.
@@ -157,11 +149,13 @@ def active_table(rows: Iterable[Row]) -> str:
     tables = []
     for dataset, dataset_rows in group_rows(cycle_rows, lambda row: row["data"]).items():
         paper_cells = {}
-        for name, (accuracy, nll) in ACTIVE.get(dataset, {}).items():
+        for name, (accuracy, nll) in paper_numbers.ACTIVE.get(dataset, {}).items():
             paper_cells[name] = f"{accuracy:.2f}/{nll:.3f}"
         lines = []
         for name, method_rows in group_rows(dataset_rows, lambda row: row["method"]).items():
             labeled = [row["labeled"] for row in method_rows]
+            # The paper's NLLs suggest that its loss applies a second softmax (`nll_softmax_twice`),
+            # so both NLLs are shown.
             lines.append(
                 [
                     name,
@@ -194,10 +188,11 @@ def runtime_table(rows: Iterable[Row]) -> str:
     if not runtime_rows:
         return ""
     paper_cells = {}
-    for name, seconds in RUNTIME.items():
-        paper_cells[name] = f"{seconds / RUNTIME['Entropy']:.1f}"
+    for name, seconds in paper_numbers.RUNTIME.items():
+        paper_cells[name] = f"{seconds / paper_numbers.RUNTIME['Entropy']:.1f}"
     lines = []
     for row in runtime_rows:
+        # The paper measured times on CIFAR-10, with the settings for it.
         paper = _find_paper_number(row["method"], "cifar10", paper_cells)
         lines.append([row["method"], f"{row['ratio']:.1f}", f"{row['seconds']:.2f}", paper])
     headings = [
@@ -224,6 +219,7 @@ def paper_table(name: str, rows: Sequence[Row]) -> str:
         return runtime_table(rows)
     if name == "vit":
         return ood_table(rows, "vit")
+    # All other tables are of OOD detection.
     return ood_table(rows, "table1")
 
 
@@ -284,6 +280,7 @@ def list_left_out(rows: Iterable[Row]) -> str:
     lines = []
     for row in rows:
         if row["row"] == "left out":
+            # What was left out is a method or, with all of its methods, a dataset (`out`).
             lines.append(f"- {row.get('method') or row.get('out')}: {row['why']}")
     return _format_list("Left out", lines)
 
@@ -313,10 +310,10 @@ def _find_paper_number(name: str, dataset: str, paper_cells: Mapping[str, str]) 
     # The name is not a spec.
     except QualmsError:
         return ""
-    paper_name = paper_row(method)
+    paper_name = paper_numbers.paper_row(method)
     if paper_name not in paper_cells:
         return ""
-    if paper_methods(dataset)[paper_name] != method:
+    if paper_numbers.paper_methods(dataset)[paper_name] != method:
         return f"{paper_cells[paper_name]}, other settings"
     return paper_cells[paper_name]
 
@@ -328,9 +325,13 @@ def _paper_numbers_of_pair(pair: str, table: str) -> dict[str, str]:
         pair: The known and the other dataset, such as `mnist→omniglot`.
         table: The table of the paper, `table1` or `vit`.
     """
-    numbers: dict[str, Any] = VIT.get(pair, {})
+    numbers: dict[str, Any] = paper_numbers.VIT.get(pair, {})
     if table != "vit":
-        numbers = {**OOD.get(pair, {}), **SWEEPS.get(pair, {})}
+        # Those of its table of OOD detection, and of its tables of λ and σ.
+        numbers = {
+            **paper_numbers.OOD.get(pair, {}),
+            **paper_numbers.SWEEPS.get(pair, {}),
+        }
     paper_cells = {}
     for name, (auroc, aupr) in numbers.items():
         paper_cells[name] = f"{auroc:.2f}/{aupr:.2f}"
@@ -387,13 +388,15 @@ def _format_raulc(rows: Sequence[CalibrationRow]) -> str:
         rows: The rows of a method, one per seed. Rows whose rAULC is undefined (None) are left out;
             if no row is left, the text is `none`.
     """
+    defined_rows = []
     values = []
     for row in rows:
         if row["raulc"] is not None:
+            defined_rows.append(row)
             values.append(row["raulc"])
-            interval = f"[{row['raulc_low']:.3f}, {row['raulc_high']:.3f}]"
     if not values:
         return "none"
     if len(values) == 1:
-        return f"{values[0]:.3f} {interval}"
+        row = defined_rows[0]
+        return f"{values[0]:.3f} [{row['raulc_low']:.3f}, {row['raulc_high']:.3f}]"
     return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f}"

@@ -17,9 +17,10 @@ from qualms.report.offline import (
     write_html,
 )
 from qualms.texts.document import ScoredDocument
-from qualms.texts.spans import LENGTH, Span, worst_span_of
+from qualms.texts.spans import LENGTH as SPAN_LENGTH
+from qualms.texts.spans import Span, worst_span_of
 
-MARKED = 10  # the percentage of tokens that are marked at first
+MARKED_PERCENT = 10  # of the tokens are marked at first
 
 
 def write_text_page(
@@ -62,8 +63,8 @@ def write_text_page(
         facts=format_facts(about),
         methods=methods,
         order=order,
-        length=LENGTH,
-        marked=MARKED,
+        length=SPAN_LENGTH,
+        marked=MARKED_PERCENT,
         data=data,
     )
     return write_html(out, page)
@@ -130,10 +131,10 @@ class _ShownDocument:
 
     @staticmethod
     def from_scored(document: ScoredDocument) -> "_ShownDocument":
-        """Join the tokens of a document that share a character.
+        """Find what is shown of a document: its tokens, their scores, and the worst spans.
 
-        The score of a shown token is the highest score of the tokens that it joins. NaN scores are
-        ignored, unless all of them are NaN.
+        Tokens that share a character, such as the bytes of an emoji, are shown as one. Its score is
+        the highest score of the tokens that it joins; NaN is ignored, unless all are NaN.
         """
         tokens = shown_tokens(document.offsets)
         token_indices: list[int] = []
@@ -207,7 +208,8 @@ def _document_data(
 
     Returns:
         Values for JSON. Positions of tokens are in UTF-16, as JavaScript counts; `counts` has the
-        number of tokens that are shown as one.
+        number of tokens that are shown as one; `logs` has log p of the token that follows; `codes`
+        and `probs` have `width` likely next tokens per shown token (see `_likely_tokens`).
     """
     document = shown.document
     positions = _utf16_positions(document.document.text)
@@ -220,6 +222,7 @@ def _document_data(
         starts.append(token.start)
         ends.append(token.end)
         counts.append(len(token.indices))
+        # What may come next follows the last of the tokens that are shown as one.
         last = token.indices[-1]
         alternatives.append(document.alternatives[last])
         log_probs.append(document.next_log_probs[last])
@@ -292,5 +295,6 @@ def _utf16_positions(text: str) -> np.ndarray:
 
     Characters above U+FFFF take two units of UTF-16, and JavaScript counts units.
     """
+    # UTF-32 has 4 bytes per character; "surrogatepass" lets half a surrogate pair through.
     code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
     return np.concatenate([[0], np.cumsum(1 + (code_points > 0xFFFF))]).astype(np.int32)
