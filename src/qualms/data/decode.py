@@ -130,9 +130,23 @@ def describe_changes(counts: Mapping[str, int]) -> list[str]:
     for change, template in CHANGES.items():
         count = counts.get(change, 0)
         if count == 1:
-            sentences.append(template.format(n=1, images="image", were="was", have="has"))
+            sentences.append(
+                template.format(
+                    n=1,
+                    images="image",
+                    were="was",
+                    have="has",
+                )
+            )
         elif count:
-            sentences.append(template.format(n=count, images="images", were="were", have="have"))
+            sentences.append(
+                template.format(
+                    n=count,
+                    images="images",
+                    were="were",
+                    have="have",
+                )
+            )
     return sentences
 
 

@@ -133,7 +133,7 @@ def load_torch_file(path: Path) -> Any:
     with warnings.catch_warnings():
         # torch warns about kinds of pickles and archives just before it refuses them.
         warnings.simplefilter("ignore")
-        # torch distinguishes its two formats in the same way.
+        # torch's new format is a zip archive; torch too recognizes it by these bytes.
         with open(path, "rb") as stream:
             is_archive = stream.read(len(ARCHIVE_PREFIX)) == ARCHIVE_PREFIX
         if is_archive:
@@ -255,7 +255,7 @@ def fit_state(
     """
     expected = {}
     for key, value in model.state_dict().items():
-        # Modules may add other values.
+        # The extra state of a module may be no tensor.
         if isinstance(value, Tensor):
             expected[key] = value
     state = _strip_prefixes(state, expected)
