@@ -197,7 +197,7 @@ def is_image(path: Path) -> bool:
 def readable_endings() -> frozenset[str]:
     """Find the endings of the files that this installation of Pillow reads, such as `.png`.
 
-    The endings of HEIF files are among them if the package pillow-heif is installed.
+    If the package pillow-heif is installed, this first teaches Pillow to read HEIF files.
     """
     library = pillow()
     with suppress(ImportError):

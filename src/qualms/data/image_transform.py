@@ -168,10 +168,11 @@ class ImageTransform:
         out_channels = self.channels or channels
         if (channels, height, width) == (out_channels, *self.size):
             return images
-        is_plain = self.resize is None and self.interpolation == "bilinear"
-        # `convert` is faster, as it runs on batches; and it raises the error for images that have
-        # neither 1 nor 3 channels.
-        if is_plain or (height, width) == self.size or channels not in (1, 3):
+        is_only_resized = self.resize is None and self.interpolation == "bilinear"
+        is_only_recolored = (height, width) == self.size
+        # `convert` can do only these two, but faster, as it runs on batches. It also raises the
+        # error for images that have neither 1 nor 3 channels.
+        if is_only_resized or is_only_recolored or channels not in (1, 3):
             return images.convert(out_channels, self.size)
         pixels = torch.empty(len(images), out_channels, *self.size, dtype=torch.uint8)
         for i, image_pixels in enumerate(images.pixels):
@@ -225,7 +226,7 @@ def channels_first(image: Any) -> UInt8[np.ndarray, "c h w"]:
 
 
 def _count_pixels(size: tuple[int, int]) -> int:
-    """Multiply height and width."""
+    """Return the number of pixels of an image of this height and width."""
     return size[0] * size[1]
 
 

@@ -170,7 +170,7 @@ class Images:
         return digest.hexdigest()[:16]
 
     def numbers(self) -> list[int]:
-        """Hash each image's pixels to an integer below 2**63, to seed random draws for the image."""
+        """Hash each image's pixels to an integer below 2**63, to seed the image's random draws."""
         return [hash_array(image.contiguous().numpy()) for image in self.pixels]
 
 

@@ -141,9 +141,10 @@ def _split_digits(split: str) -> tuple[_Objects, _Objects]:
     # Digits always have labels.
     assert digits.labels is not None
     shapes = _shrink(digits.pixels)
-    is_known = digits.labels < len(CLASSES) - 1
     # Class 0 is the background, so digit i is class i + 1.
-    known = _Objects(shapes[is_known], digits.labels[is_known] + 1)
+    labels = digits.labels + 1
+    is_known = labels < len(CLASSES)
+    known = _Objects(shapes[is_known], labels[is_known])
     return known, _label_unknown(shapes[~is_known])
 
 
@@ -221,7 +222,7 @@ class _Canvas:
 
     def __init__(self, random: torch.Generator) -> None:
         self.random = random
-        # The background: a random brightness at each corner, interpolated in between.
+        # The background is dark: up to 0.4 at each corner, interpolated in between.
         corners = 0.4 * torch.rand(1, 1, 2, 2, generator=random)
         size = (SIZE, SIZE)
         image = F.interpolate(corners, size, mode="bilinear", align_corners=True)

@@ -82,7 +82,8 @@ def read_texts(name: str | Path, root: str | Path | None = None, strict: bool = 
     place = find_data_path(str(name), datasets_root(root))
     if place is None:
         raise QualmsError(
-            f"there is no {name} in the working directory or {datasets_root(root)}; pass {ACCEPTED}."
+            f"there is no {name} in the working directory or {datasets_root(root)}; "
+            f"pass {ACCEPTED}."
         )
     if place.is_dir():
         return _read_documents(place, _iter_files(place), f"{place}/ (folder)", strict)

@@ -59,8 +59,8 @@ def _build_conv(
 ) -> nn.Conv2d:
     """Create a convolution without bias.
 
-    At stride 1 it has padding "same". At stride 2, where TensorFlow's padding depends on the size of
-    the input, it has none; the caller applies `pad_same` first.
+    At stride 1 it has padding "same". At stride 2, where TensorFlow's padding depends on the size
+    of the input, it has none; the caller applies `pad_same` first.
 
     Args:
         in_channels: channels of the input.

@@ -30,6 +30,7 @@ class LanguageModel:
 
     def __post_init__(self) -> None:
         """Raise an error if the model is on several devices, or if the tokenizer is not fast."""
+        # transformers sets this if it has spread the model over devices.
         device_map = getattr(self.model, "hf_device_map", None) or {}
         devices = sorted({str(device) for device in device_map.values()})
         if len(devices) > 1:

@@ -252,8 +252,8 @@ def _to_cpu_evaluation_mode(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, torch.fx.GraphModule):
         return model.cpu().eval()
-    # An exported network raises an error on eval(). Its operators stay in the mode of the export, so
-    # only the flag is set.
+    # An exported network raises an error on eval(). Its operators stay in the mode of the export,
+    # so only the flag is set.
     for module in model.modules():
         module.training = False
     return model

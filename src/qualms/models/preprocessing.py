@@ -316,14 +316,16 @@ def _read_processor_transform(settings: dict[str, Any]) -> ImageTransform | None
     interpolation = INTERPOLATIONS.get(settings.get("resample", 2))
     if size is None or interpolation is None or not settings.get("do_resize", True):
         return None
-    kind = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
+    kind = settings.get("image_processor_type")
+    # Old settings call the processor a feature extractor.
+    kind = str(kind or settings.get("feature_extractor_type") or "")
     if isinstance(size, int):
         # Old settings have one number, whose meaning depends on the class of the processor.
         is_shorter_side = kind.startswith(SHORTER_SIDE_PREFIXES)
         size = {"shortest_edge": size} if is_shorter_side else {"height": size, "width": size}
     crop = None
     if settings.get("do_center_crop", False):
-        crop = settings.get("crop_size", 224)
+        crop = settings.get("crop_size", 224)  # the default of transformers
     if "shortest_edge" in size:
         shorter_side = int(size["shortest_edge"])
         crop_fraction = settings.get("crop_pct")
@@ -331,10 +333,10 @@ def _read_processor_transform(settings: dict[str, Any]) -> ImageTransform | None
         return ImageTransform(final_size, resize, interpolation)
     if "height" not in size or "width" not in size:
         return None
-    before = (int(size["height"]), int(size["width"]))
+    resize = _as_pair(size)
     if crop is None:
-        return ImageTransform(before, resize=None, interpolation=interpolation)
-    return ImageTransform(_as_pair(crop), resize=before, interpolation=interpolation)
+        return ImageTransform(resize, resize=None, interpolation=interpolation)
+    return ImageTransform(_as_pair(crop), resize, interpolation)
 
 
 def _compute_shorter_side_sizes(
@@ -366,7 +368,10 @@ def _compute_shorter_side_sizes(
         shorter_side = int(256 / 224 * shorter_side)
     elif kind.startswith("PoolFormer"):
         shorter_side = int(shorter_side / (crop_fraction or 0.9))
-    return _as_pair(shorter_side if crop is None else crop), shorter_side
+    # Without a crop, images would differ in the longer side, so they are cropped to a square.
+    if crop is None:
+        crop = shorter_side
+    return _as_pair(crop), shorter_side
 
 
 def _as_pair(size: Any) -> tuple[int, int]:
@@ -415,8 +420,9 @@ def _read_export_transform(model: nn.Module) -> ImageTransform | None:
         images of any size.
     """
     graph = getattr(model, "graph", None)
+    nodes = graph.nodes if graph is not None else ()
     input_shapes = []
-    for node in graph.nodes if graph is not None else ():
+    for node in nodes:
         # Placeholders are the inputs of the graph; "val" is an example of the input.
         example = node.meta.get("val") if node.op == "placeholder" else None
         if isinstance(example, torch.Tensor):
@@ -432,5 +438,5 @@ def _read_export_transform(model: nn.Module) -> ImageTransform | None:
 
 
 def _known_channels(channels: Any) -> int | None:
-    """Return a number of channels unchanged if it is 1 or 3, otherwise None."""
+    """Return a number of channels if `ImageTransform` can produce it (1 or 3), otherwise None."""
     return channels if channels in (1, 3) else None
