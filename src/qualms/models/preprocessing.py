@@ -333,10 +333,10 @@ def _read_processor_transform(settings: dict[str, Any]) -> ImageTransform | None
         return ImageTransform(final_size, resize, interpolation)
     if "height" not in size or "width" not in size:
         return None
-    resize = _as_pair(size)
+    resized = _as_pair(size)
     if crop is None:
-        return ImageTransform(resize, resize=None, interpolation=interpolation)
-    return ImageTransform(_as_pair(crop), resize, interpolation)
+        return ImageTransform(resized, resize=None, interpolation=interpolation)
+    return ImageTransform(_as_pair(crop), resized, interpolation)
 
 
 def _compute_shorter_side_sizes(
