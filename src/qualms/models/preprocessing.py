@@ -325,7 +325,7 @@ def _read_processor_transform(settings: dict[str, Any]) -> ImageTransform | None
         size = {"shortest_edge": size} if is_shorter_side else {"height": size, "width": size}
     crop = None
     if settings.get("do_center_crop", False):
-        crop = settings.get("crop_size", 224)  # the default of transformers
+        crop = settings.get("crop_size", 224)  # the default of most processors
     if "shortest_edge" in size:
         shorter_side = int(size["shortest_edge"])
         crop_fraction = settings.get("crop_pct")
