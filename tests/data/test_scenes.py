@@ -9,8 +9,8 @@ from qualms.data.scenes import (
     CLASSES,
     IGNORED,
     KINDS,
+    KNOWN_COUNTS,
     LIKE_DIGITS,
-    OBJECTS,
     UNKNOWN,
     _read_unknown_objects,
     scenes,
@@ -37,7 +37,7 @@ def test_training_scenes_hold_what_is_known_and_all_of_it() -> None:
     assert set(found.labels.unique().tolist()) == {*range(len(CLASSES)), IGNORED}
     each = [len({*scene.unique().tolist()} - {0, IGNORED}) for scene in found.labels]
     assert min(each) >= 1
-    assert max(each) <= OBJECTS[1]
+    assert max(each) <= KNOWN_COUNTS[1]
 
 
 @pytest.mark.parametrize("unknown", KINDS)

@@ -67,7 +67,9 @@ def read_cifar10(root: Path, split: str) -> Images:
 
 
 def read_cifar100(root: Path, split: str) -> Images:
-    """Read CIFAR-100: small photographs in a hundred classes, the fine labels.
+    """Read CIFAR-100: small photographs in a hundred classes.
+
+    These are the dataset's fine labels; its twenty coarse ones are not read.
 
     Args:
         root: the folder that holds `cifar-100-python`.
@@ -124,6 +126,7 @@ def _read_batch(path: Path, layout: _Layout) -> Images:
     labels = entries.get(layout.label_key)
     if _is_integer_list(labels):
         labels = np.array(labels, np.int64)
+    # The values of an array are checked by `build_images`.
     if not isinstance(labels, np.ndarray):
         raise QualmsError(
             f"{path} has no list of whole numbers under '{layout.label_key}', so it is not a "

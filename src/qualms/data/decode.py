@@ -50,12 +50,12 @@ class Unreadable(QualmsError):
         error: the exception that a library raised; None if there was none.
 
     Attributes:
-        plain: the argument `reason`.
+        bare_reason: the argument `reason`.
         reason: the argument `reason`, followed by the class of `error` in parentheses, if any.
     """
 
     def __init__(self, where: str, reason: str, error: Exception | None = None) -> None:
-        self.plain = reason
+        self.bare_reason = reason
         self.reason = reason if error is None else f"{reason} ({type(error).__name__})"
         super().__init__(f"{where} is {self.reason}; replace or remove it.")
 
@@ -130,9 +130,23 @@ def describe_changes(counts: Mapping[str, int]) -> list[str]:
     for change, template in CHANGES.items():
         count = counts.get(change, 0)
         if count == 1:
-            sentences.append(template.format(n=1, images="image", were="was", have="has"))
+            sentences.append(
+                template.format(
+                    n=1,
+                    images="image",
+                    were="was",
+                    have="has",
+                )
+            )
         elif count:
-            sentences.append(template.format(n=count, images="images", were="were", have="have"))
+            sentences.append(
+                template.format(
+                    n=count,
+                    images="images",
+                    were="were",
+                    have="have",
+                )
+            )
     return sentences
 
 

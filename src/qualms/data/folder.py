@@ -136,7 +136,12 @@ def read_file(path: Path, name: str, transform: ImageTransform | None = None) ->
     read = read_images([_as_file(path.parent, path)], path, transform, strict=True)
     images = build_images(name, path, read.pixels, labels=None)
     source = f"{path} (image file)"
-    return replace(images, ids=(path.name,), source=source, notes=read.notes)
+    return replace(
+        images,
+        ids=(path.name,),
+        source=source,
+        notes=read.notes,
+    )
 
 
 def list_folder(path: Path, split: str) -> Listing:
@@ -152,7 +157,11 @@ def list_folder(path: Path, split: str) -> Listing:
     entries = _list_entries(path)
     if not entries.folders:
         return Listing(
-            path, entries.images, labels=None, classes=(), other_files=entries.other_files
+            path,
+            entries.images,
+            labels=None,
+            classes=(),
+            other_files=entries.other_files,
         )
     if entries.images:
         raise QualmsError(
@@ -188,7 +197,7 @@ def is_image(path: Path) -> bool:
 def readable_endings() -> frozenset[str]:
     """Find the endings of the files that this installation of Pillow reads, such as `.png`.
 
-    The endings of HEIF files are among them if the package pillow-heif is installed.
+    If the package pillow-heif is installed, this first teaches Pillow to read HEIF files.
     """
     library = pillow()
     with suppress(ImportError):
@@ -227,7 +236,11 @@ def _find_split_folder(path: Path, split: str) -> Path:
 
 def _list_entries(path: Path) -> _Entries:
     """List the folders, images and other files directly in a folder, each sorted by name."""
-    entries = _Entries(folders=[], images=[], other_files=[])
+    entries = _Entries(
+        folders=[],
+        images=[],
+        other_files=[],
+    )
     try:
         for entry in sorted(path.iterdir()):
             if entry.name.startswith("."):
@@ -271,7 +284,7 @@ def _read_content(file: Path) -> bytes:
     """Return the bytes of an image file, or raise `Unreadable` with the reason."""
     ending = file.suffix.lower()
     if ending not in readable_endings():
-        # Empty if no package reads such files.
+        # `is_image` has let this ending pass, so it is here; "" if no package reads such files.
         package = PLUGIN_PACKAGES[ending]
         needs = "Pillow cannot read"
         if package:

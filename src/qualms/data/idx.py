@@ -113,16 +113,17 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
             raise QualmsError(
                 f"{path} is truncated or not a gzip file; download it again."
             ) from None
+    # The first four bytes: two zeros, 8 for uint8, and the number of axes.
     if content[:4] != bytes((0, 0, 8, axes)):
         raise QualmsError(
             f"{path} starts with {content[:4].hex(' ') or 'nothing'}, but an idx file of bytes "
             f"with {axes} axes starts with 00 00 08 0{axes}; download it again."
         )
-    # Four bytes have been checked above; four bytes for the length of each axis follow.
+    # Then the length of each axis, in four bytes.
     header_length = 4 + 4 * axes
     shape = []
-    for position in range(4, header_length, 4):
-        shape.append(int.from_bytes(content[position : position + 4], "big"))
+    for start in range(4, header_length, 4):
+        shape.append(int.from_bytes(content[start : start + 4], "big"))
     length = header_length + math.prod(shape)
     if len(content) != length:
         raise QualmsError(

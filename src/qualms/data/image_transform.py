@@ -58,7 +58,12 @@ class ImageTransform:
 
     def __post_init__(self) -> None:
         """Raise an error if a setting is invalid, or if the crop exceeds the resized image."""
-        before = self._resize_pair or self.size
+        before = self.size
+        if isinstance(self.resize, int):
+            # The shorter side; the other one is at least as long.
+            before = (self.resize, self.resize)
+        elif self.resize:
+            before = self.resize
         sides = (*self.size, *before)
         if not all(1 <= side <= MAX_SIDE for side in sides):
             raise QualmsError(
@@ -82,19 +87,9 @@ class ImageTransform:
     @property
     def identity(self) -> str:
         """The settings that decide the result, as text that can be compared with a later run's."""
-        # `by` is not compared.
+        # All but `by`, which only says where the settings come from.
         names = [each.name for each in fields(self) if each.compare]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-    @property
-    def _resize_pair(self) -> tuple[int, int] | None:
-        """`resize` as a pair of height and width; None if `resize` is None.
-
-        If `resize` is the length of the shorter side, both sides have that length.
-        """
-        if isinstance(self.resize, int):
-            return self.resize, self.resize
-        return self.resize
 
     def apply_to_image(self, image: Any) -> Any:
         """Resize, crop and convert one image.
@@ -128,6 +123,7 @@ class ImageTransform:
         Other images are returned unchanged.
         """
         width, height = image.size
+        # The longest side that is resized as a whole.
         longest = MAX_ASPECT * min(width, height) * max(self.size) // min(self.size)
         if not isinstance(self.resize, int) or max(width, height) <= longest:
             return image
@@ -172,10 +168,11 @@ class ImageTransform:
         out_channels = self.channels or channels
         if (channels, height, width) == (out_channels, *self.size):
             return images
-        is_plain = self.resize is None and self.interpolation == "bilinear"
-        # `convert` is faster, as it runs on batches; and it raises the error for images that have
-        # neither 1 nor 3 channels.
-        if is_plain or (height, width) == self.size or channels not in (1, 3):
+        is_only_resized = self.resize is None and self.interpolation == "bilinear"
+        is_only_recolored = (height, width) == self.size
+        # `convert` can do only these two, but faster, as it runs on batches. It also raises the
+        # error for images that have neither 1 nor 3 channels.
+        if is_only_resized or is_only_recolored or channels not in (1, 3):
             return images.convert(out_channels, self.size)
         pixels = torch.empty(len(images), out_channels, *self.size, dtype=torch.uint8)
         for i, image_pixels in enumerate(images.pixels):
@@ -229,7 +226,7 @@ def channels_first(image: Any) -> UInt8[np.ndarray, "c h w"]:
 
 
 def _count_pixels(size: tuple[int, int]) -> int:
-    """Multiply height and width."""
+    """Return the number of pixels of an image of this height and width."""
     return size[0] * size[1]
 
 

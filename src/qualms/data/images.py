@@ -104,10 +104,15 @@ class Images:
         ids = self.ids
         if isinstance(index, slice):
             ids = ids[index]
-        elif ids:
+        elif ids:  # empty if the images have none
             ids = tuple(ids[i] for i in index.tolist())
         labels = None if self.labels is None else self.labels[index]
-        return replace(self, pixels=self.pixels[index], labels=labels, ids=ids)
+        return replace(
+            self,
+            pixels=self.pixels[index],
+            labels=labels,
+            ids=ids,
+        )
 
     def subset(self, count: int | None, seed: int = 0) -> "Images":
         """Return the first `count` images of a random order that depends on the seed alone.
@@ -155,16 +160,17 @@ class Images:
     fitted = RenamedAttribute("convert")
 
     def fingerprint(self) -> str:
-        """Hash the shape, the pixels and the labels to sixteen hex digits."""
+        """Hash the shape, the pixels and the labels to sixteen hex digits, which identify them."""
         digest = hashlib.sha256(str(tuple(self.pixels.shape)).encode())
         digest.update(self.pixels.contiguous().numpy().data)
         if self.labels is not None:
+            # Separates the labels from the pixels.
             digest.update(b"labels")
             digest.update(self.labels.contiguous().numpy().data)
         return digest.hexdigest()[:16]
 
     def numbers(self) -> list[int]:
-        """Hash the pixels of each image to an integer below 2**63, which can seed its draws."""
+        """Hash each image's pixels to an integer below 2**63, to seed the image's random draws."""
         return [hash_array(image.contiguous().numpy()) for image in self.pixels]
 
 

@@ -167,6 +167,7 @@ def _read_dataset(name: str, options: _Options) -> Images:
     try:
         images = dataset.read(root, options.split)
     except NotFound as missing:
+        # `get` says where the files come from.
         raise QualmsError(f"{missing}; {dataset.get}, in the dataset folder {root}.") from None
     shape = tuple(images.pixels.shape[1:])
     expected = (dataset.channels, dataset.size, dataset.size)
@@ -184,12 +185,12 @@ def _read_dataset(name: str, options: _Options) -> Images:
 def _load_path(name: str, options: _Options) -> Images:
     """Read the images of a file or folder.
 
-    If a dataset has the same name as the path, errors also say how to load that dataset.
+    If the path is called like a dataset, errors also say how to load that dataset.
     """
     try:
         return _read_path(name, options)
     except QualmsError as error:
-        if name not in DATASETS or find_data_path(name, options.root) is None:
+        if name not in DATASETS:
             raise
         raise QualmsError(
             f"{str(error).rstrip('.')}; for the dataset of that name, use {PREFIX}{name}."
@@ -217,14 +218,15 @@ def _read_path(name: str, options: _Options) -> Images:
 
 
 def _display_name(path: Path) -> str:
-    """Return the last part of a path, without a file's ending, as the name of the images in it.
+    """Name the images at a path after its last part, without a file's ending.
 
-    If that is also the name of a dataset, return the whole path, to tell the two apart.
+    If a dataset has that name, the name of the images is the whole path, to tell the two apart.
     """
     # `abspath` resolves "." and "..", which have no name.
     short = path.stem if path.is_file() else Path(os.path.abspath(path)).name
     if short not in DATASETS:
         return short
+    # Even the whole path may be called like a dataset.
     return str(path) if str(path) not in DATASETS else f"./{path}"
 
 

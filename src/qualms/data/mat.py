@@ -60,7 +60,7 @@ def read_mat(content: bytes) -> dict[str, Variable]:
         ValueError: if anything in the file is not as it should be.
         zlib.error: if a compressed element is damaged.
     """
-    # The header ends with a version of two bytes, then two letters in the byte order.
+    # The header ends with a version of two bytes, then MI, which little-endian files store as IM.
     byte_order = {b"IM": "<", b"MI": ">"}.get(content[HEADER_BYTES - 2 : HEADER_BYTES])
     if byte_order is None:
         raise ValueError("not a MATLAB 5 file")

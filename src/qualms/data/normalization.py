@@ -77,8 +77,8 @@ class Normalization:
         Returns:
             value / std: a number if there is one channel, else a number for each channel.
         """
-        levels = tuple(value / channel_std for channel_std in self.std)
-        return levels if len(levels) > 1 else levels[0]
+        noise_stds = tuple(value / channel_std for channel_std in self.std)
+        return noise_stds if len(noise_stds) > 1 else noise_stds[0]
 
     def of_channels(self, channels: int) -> "Normalization":
         """Repeat a normalization of one channel for images with several channels.

@@ -250,8 +250,9 @@ def _scale_to_255(images: np.ndarray, where: str) -> np.ndarray:
         where: the name of the array in errors.
 
     Returns:
-        The array of bytes, or a float64 array of integers.
+        The array of bytes; or a float64 array of integers, which the caller converts to bytes.
     """
+    # An array without values has no range to check.
     if images.dtype == np.uint8 or not images.size:
         return images
     if images.dtype.kind != "f":

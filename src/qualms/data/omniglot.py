@@ -34,6 +34,7 @@ def read_omniglot(root: Path, split: str) -> Images:
     labels: list[int] = []
     classes: list[str] = []
     for character_folder in sorted(path.glob("*/*")):
+        # Hidden files and folders are those of the operating system.
         if not character_folder.is_dir() or character_folder.name.startswith("."):
             continue
         for file in sorted(character_folder.glob("*.png")):

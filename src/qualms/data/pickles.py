@@ -56,12 +56,13 @@ def read_pickle(path: Path) -> Any:
     with warnings.catch_warnings(), explain_failure(explain):
         # Python warns about invalid escapes in text that Python 2 wrote.
         warnings.simplefilter("ignore")
-        _require_plausible_positions(content)
+        _require_plausible_claims(content)
+        # Text of Python 2 stays bytes, since its encoding is not known.
         reader = _ArraysOnly(io.BytesIO(content), encoding="bytes")
         return _unwrap_arrays(reader.load())
 
 
-def _require_plausible_positions(content: bytes) -> None:
+def _require_plausible_claims(content: bytes) -> None:
     """Raise if a pickle claims more bytes, or more memoized objects, than fit into its length.
 
     Python's reader would allocate memory for all of them. `genops` goes through the operations
@@ -74,7 +75,7 @@ def _require_plausible_positions(content: bytes) -> None:
 
 
 def _unwrap_arrays(content: Any) -> Any:
-    """Replace each `_Array` among a dictionary's values by its array; return all else unchanged.
+    """Replace each stand-in among a dictionary's values by its array; leave all else unchanged.
 
     Nested containers are not visited: in a malicious pickle, that could take forever.
     """
@@ -131,7 +132,7 @@ class _Array:
 
     __slots__ = ("array",)
 
-    def __init__(self, array: Any = None) -> None:
+    def __init__(self, array: np.ndarray | None = None) -> None:
         self.array = array
 
     def __setstate__(self, state: Any) -> None:
@@ -169,7 +170,7 @@ def _is_length(value: Any) -> bool:
 
 
 def _decode_text(value: Any) -> str:
-    """Return text, decoded if it is bytes, as Python 2 wrote it; refuse any other value."""
+    """Return text that describes an array, such as a dtype's code; Python 2 pickled it as bytes."""
     if not isinstance(value, str | bytes):
         raise _Refused(f"it describes an array by a {type(value).__name__} instead of text")
     if isinstance(value, bytes):
@@ -201,7 +202,10 @@ class _MakeDtype:
     __slots__ = ()
 
     def __call__(self, code: Any, align: Any = False, copy: Any = False) -> _Dtype:
-        """Return the stand-in for a dtype, given its code; `align` and `copy` are ignored."""
+        """Create the stand-in for a dtype from its code, such as "f4".
+
+        `align` and `copy`, which pickles pass too, have no effect on dtypes of plain numbers.
+        """
         return _Dtype(_require_plain_dtype(_decode_text(code)))
 
 
@@ -253,7 +257,8 @@ class _MakeNumber:
     __slots__ = ()
 
     def __call__(self, dtype: Any, content: Any) -> Any:
-        """Return the number as a bool, int or float of Python."""
+        """Convert the number's bytes to a bool, int or float of Python."""
+        # An array of shape () holds one number.
         return _parse_array(content, dtype, shape=(), order="C").item()
 
 
@@ -263,7 +268,7 @@ class _Encode:
     __slots__ = ()
 
     def __call__(self, text: Any, encoding: Any) -> bytes:
-        """Return the bytes that `text` stands for, one in each character."""
+        """Return the bytes that a pickle wrote as text, with one byte in each character."""
         if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
             raise _Refused("it encodes something other than bytes")
         return text.encode("latin1")
@@ -275,7 +280,7 @@ class _NoBytes:
     __slots__ = ()
 
     def __call__(self) -> bytes:
-        """Return empty bytes."""
+        """Return empty bytes, as `bytes()` does."""
         return b""
 
 

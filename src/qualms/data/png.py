@@ -79,7 +79,7 @@ def _read_chunks(content: bytes) -> tuple[bytes, bytes]:
         kind = content[position + 4 : position + 8]
         data_start = position + 8
         data_end = data_start + length
-        # Chunks in lowercase are metadata.
+        # A type that starts in lowercase is metadata.
         if kind[:1].isupper():
             checksum = int.from_bytes(content[data_end : data_end + 4])
             # The checksum covers the type and the data; a memoryview avoids copying them.

@@ -70,6 +70,7 @@ def read_images(
     Raises:
         QualmsError: if images differ in size, or if no image can be read.
     """
+    # Returned if no image can be read.
     pixels = np.empty((0, 3, 1, 1), np.uint8)
     kept: list[int] = []
     rejected: list[Rejected] = []
@@ -114,19 +115,19 @@ def _write_notes(
     """Write sentences about what was changed in the images.
 
     Args:
-        changes: a dict from keys of `CHANGES` to the number of images that were changed so.
+        changes: for each key of `CHANGES`, the number of images with this change.
         transform: how the images were resized; None if they were not.
         sizes: the height and width of each image before it was resized.
     """
     if transform is None:
         return tuple(describe_changes(changes))
     if transform.channels == 1:
-        # Gray images were converted to color and back: they did not change.
+        # Decoding made gray images color, and the transform gray again: no change to report.
         del changes["grayscale"]
-    resized = transform.describe(sizes)
     sentences = describe_changes(changes)
-    if resized:
-        sentences.append(resized)
+    size_note = transform.describe(sizes)
+    if size_note:
+        sentences.append(size_note)
     return tuple(sentences)
 
 

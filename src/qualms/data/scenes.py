@@ -29,17 +29,17 @@ KINDS = ("digits", "letters", "photos")
 LIKE_DIGITS = "bDIilOoSsZz"
 NORMALIZATION = Normalization((0.3,), (0.3,))
 # Pixels a side of an object before it is enlarged.
-OBJECT = 8
+OBJECT_SIDE = 8
 # The smallest and the largest side of an enlarged object, in pixels.
-SIDES = (12, 20)
+PASTED_SIDES = (12, 20)
 # The smallest and the largest number of known objects in a scene; fewer if there is no room.
-OBJECTS = (2, 4)
+KNOWN_COUNTS = (2, 4)
 # Random squares that are tried for each object.
-TRIES = 20
+MAX_TRIES = 20
 # Pixels of at least this opacity are labeled as the object.
-INK = 0.45
+INK_ALPHA = 0.45
 # Pixels of at most this opacity are labeled as background.
-PAPER = 0.15
+PAPER_ALPHA = 0.15
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +95,7 @@ def scenes(count: int, split: str = "test", unknown: str | None = None, seed: in
         )
     known, _ = _split_digits(split)
     unknown_objects = None
+    # Part of the seed, so that scenes with other kinds of objects differ.
     kind_index = 0
     if unknown is not None:
         unknown_objects = _read_unknown_objects(unknown, split)
@@ -113,7 +114,7 @@ def scenes(count: int, split: str = "test", unknown: str | None = None, seed: in
 def _shrink(pixels: UInt8[Tensor, "n c h w"]) -> Float[Tensor, "n 8 8"]:
     """Convert images to gray from 0 to 1, and shrink them to 8x8 pixels."""
     gray = pixels.float().mean(1, keepdim=True) / 255
-    size = (OBJECT, OBJECT)
+    size = (OBJECT_SIDE, OBJECT_SIDE)
     small = F.interpolate(gray, size, mode="bilinear", antialias=True)
     # Drop the axis of channels.
     return small[:, 0]
@@ -140,9 +141,10 @@ def _split_digits(split: str) -> tuple[_Objects, _Objects]:
     # Digits always have labels.
     assert digits.labels is not None
     shapes = _shrink(digits.pixels)
-    is_known = digits.labels < len(CLASSES) - 1
     # Class 0 is the background, so digit i is class i + 1.
-    known = _Objects(shapes[is_known], digits.labels[is_known] + 1)
+    labels = digits.labels + 1
+    is_known = labels < len(CLASSES)
+    known = _Objects(shapes[is_known], labels[is_known])
     return known, _label_unknown(shapes[~is_known])
 
 
@@ -167,6 +169,7 @@ def _read_unknown_objects(kind: str, split: str) -> _Objects:
     """
     if kind == "photos":
         photos = read_photos(Path(), split)
+        # A photograph covers the background: its pixels are brightness, not opacity.
         return _label_unknown(_shrink(photos.pixels), is_ink=False)
     if kind == "digits":
         _, unknown = _split_digits(split)
@@ -198,7 +201,7 @@ def _draw_scene(known: _Objects, unknown: _Objects | None, random: torch.Generat
     if unknown is not None:
         # First of all, so that there is room for it.
         canvas.paste(unknown, canvas.draw_integer(len(unknown.shapes)))
-    low, high = OBJECTS
+    low, high = KNOWN_COUNTS
     n_known = low + canvas.draw_integer(high - low + 1)
     for _ in range(n_known):
         canvas.paste(known, canvas.draw_integer(len(known.shapes)))
@@ -219,7 +222,7 @@ class _Canvas:
 
     def __init__(self, random: torch.Generator) -> None:
         self.random = random
-        # A random brightness for each corner; between the corners, it is interpolated.
+        # The background is dark: up to 0.4 at each corner, interpolated in between.
         corners = 0.4 * torch.rand(1, 1, 2, 2, generator=random)
         size = (SIZE, SIZE)
         image = F.interpolate(corners, size, mode="bilinear", align_corners=True)
@@ -233,9 +236,12 @@ class _Canvas:
         return int(torch.randint(end, (), generator=self.random))
 
     def paste(self, objects: _Objects, i: int) -> None:
-        """Paste object i in a random size at a random place, unless no free place is found."""
+        """Paste object i in a random size at a random free place, and label its pixels.
+
+        If no free place is found, nothing is pasted.
+        """
         shape = objects.shapes[i]
-        low, high = SIDES
+        low, high = PASTED_SIDES
         size = low + self.draw_integer(high - low + 1)
         brightness = 0.75 + 0.25 * torch.rand((), generator=self.random)
         square = self._find_free_square(size)
@@ -245,25 +251,26 @@ class _Canvas:
             alpha = _enlarge(shape, size)  # opacity
             color = brightness
         else:
+            # Opaque everywhere.
             alpha = _enlarge(torch.ones_like(shape), size)
             color = _enlarge(shape, size)
         self.image[square] = (1 - alpha) * self.image[square] + alpha * color
         # Pixels that are neither clearly ink nor clearly paper are ignored.
-        background_or_ignored = torch.where(alpha > PAPER, IGNORED, 0)
+        background_or_ignored = torch.where(alpha > PAPER_ALPHA, IGNORED, 0)
         label = int(objects.labels[i])
-        self.labels[square] = torch.where(alpha >= INK, label, background_or_ignored)
+        self.labels[square] = torch.where(alpha >= INK_ALPHA, label, background_or_ignored)
         self.is_taken[square] = True
 
     def _find_free_square(self, size: int) -> tuple[slice, slice] | None:
-        """Find a random square on which no object has been pasted.
+        """Draw random squares until one overlaps no pasted object.
 
         Args:
             size: the side of the square in pixels.
 
         Returns:
-            The rows and the columns of the square; None if `TRIES` random squares are all taken.
+            The rows and the columns of the square; None if `MAX_TRIES` squares were taken.
         """
-        for _ in range(TRIES):
+        for _ in range(MAX_TRIES):
             top = self.draw_integer(SIZE - size + 1)
             left = self.draw_integer(SIZE - size + 1)
             square = slice(top, top + size), slice(left, left + size)

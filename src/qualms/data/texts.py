@@ -23,7 +23,7 @@ from qualms.errors import QualmsError
 TEXT_KEY = "text"
 # The keys or columns that may name a document; the first one with a value is used.
 NAME_KEYS = ("id", "name")
-KINDS = "a .txt, .jsonl or .parquet file, or a folder of .txt files"
+ACCEPTED = "a .txt, .jsonl or .parquet file, or a folder of .txt files"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def read_texts(name: str | Path, root: str | Path | None = None, strict: bool = 
     place = find_data_path(str(name), datasets_root(root))
     if place is None:
         raise QualmsError(
-            f"there is no {name} in the working directory or {datasets_root(root)}; pass {KINDS}."
+            f"there is no {name} in the working directory or {datasets_root(root)}; "
+            f"pass {ACCEPTED}."
         )
     if place.is_dir():
         return _read_documents(place, _iter_files(place), f"{place}/ (folder)", strict)
@@ -93,7 +94,7 @@ def read_texts(name: str | Path, root: str | Path | None = None, strict: bool = 
         return _read_documents(place, _iter_lines(place), str(place), strict)
     if ending == ".parquet":
         return _read_documents(place, _iter_rows(place), str(place), strict)
-    raise QualmsError(f"{place} is not in a supported format; pass {KINDS}.")
+    raise QualmsError(f"{place} is not in a supported format; pass {ACCEPTED}.")
 
 
 def _read_documents(
@@ -175,7 +176,7 @@ def _iter_lines(path: Path) -> Iterator[Entry]:
 
 
 def _read_line(line: bytes, where: str) -> tuple[str | None, str]:
-    """Read the name and the text of a line of JSON.
+    """Read a document from a line of JSON: its name and its text.
 
     Args:
         line: the bytes of the line.
@@ -232,7 +233,7 @@ def _get_name_and_text(values: Mapping[str, Any], where: str) -> tuple[str | Non
 
 
 def _require_text(text: str, where: str) -> None:
-    """Raise an error if a text is empty or is not valid Unicode."""
+    """Raise `Unreadable`, which calls the text `where`, if a text is empty or invalid Unicode."""
     if not text.strip():
         raise Unreadable(where, "empty")
     _require_no_surrogates(text, where, how="written in")
@@ -263,7 +264,7 @@ def _nothing_read_error(where: Path, rejected: Sequence[Rejected]) -> QualmsErro
         rejected: the texts that could not be read; empty if there are none.
     """
     if not rejected:
-        return QualmsError(f"{where} contains no texts; pass {KINDS}.")
+        return QualmsError(f"{where} contains no texts; pass {ACCEPTED}.")
     first = rejected[0]
     more = ""
     if len(rejected) > 1:

@@ -111,7 +111,7 @@ class _BoundedReader(io.BufferedReader):
         self.length = path.stat().st_size
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read `size` bytes, or the rest of the file if that is shorter, or if no size is given."""
+        """Read `size` bytes, but request no more than the rest of the file has."""
         remaining = max(0, self.length - self.tell())
         if size is None or size < 0:
             size = remaining
@@ -133,7 +133,7 @@ def load_torch_file(path: Path) -> Any:
     with warnings.catch_warnings():
         # torch warns about kinds of pickles and archives just before it refuses them.
         warnings.simplefilter("ignore")
-        # torch distinguishes its two formats in the same way.
+        # torch's new format is a zip archive; torch too recognizes it by these bytes.
         with open(path, "rb") as stream:
             is_archive = stream.read(len(ARCHIVE_PREFIX)) == ARCHIVE_PREFIX
         if is_archive:
@@ -157,7 +157,8 @@ def _require_plausible_entries(path: Path) -> None:
             # The size in the archive can be false too, so it is capped by the file's length.
             packed_bytes = min(entry.compress_size, length)
             is_stored = entry.compress_type == zipfile.ZIP_STORED  # not compressed
-            if entry.file_size > packed_bytes * (1 if is_stored else MAX_INFLATION):
+            most_bytes = packed_bytes if is_stored else packed_bytes * MAX_INFLATION
+            if entry.file_size > most_bytes:
                 claim = f"{entry.filename} claims {entry.file_size} bytes"
                 raise ValueError(f"{claim}, unpacked from {packed_bytes}")
 
@@ -255,7 +256,7 @@ def fit_state(
     """
     expected = {}
     for key, value in model.state_dict().items():
-        # Modules may add other values.
+        # The extra state of a module may be no tensor.
         if isinstance(value, Tensor):
             expected[key] = value
     state = _strip_prefixes(state, expected)
@@ -308,8 +309,8 @@ def _strip_prefixes(
 ) -> Mapping[str, Tensor]:
     """Remove prefixes of `WRAPPER_PREFIXES` that all names in a checkpoint have in common.
 
-    Prefixes are removed one by one until the network has a tensor of one of the names. If none are
-    left to remove before that, the checkpoint is returned unchanged.
+    Prefixes are removed one by one until some name is one of the network's. If that never happens,
+    the checkpoint is returned unchanged.
 
     Args:
         state: the tensors of the checkpoint by name.
@@ -342,7 +343,7 @@ def _rename_keys(
 
 
 def _rename_key(key: str, rename: Rename) -> str:
-    """Convert a name by calling `rename`, or by replacing the first of its prefixes that fits."""
+    """Convert a tensor's name with a function, or by replacing the first prefix that it has."""
     if callable(rename):
         return rename(key)
     for old, new in rename.items():

@@ -23,6 +23,7 @@ class Block(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, has_shortcut_weights: bool) -> None:
         super().__init__()
+        # A block that adds channels also halves height and width.
         self.stride = 1 if in_channels == out_channels else 2
         self.new_channels = out_channels - in_channels
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, self.stride, 1, bias=False)
@@ -98,10 +99,16 @@ def _build_stage(
 
 
 def resnet20(classes: int = 10, has_shortcut_weights: bool = False) -> CifarResNet:
-    """Create ResNet-20, with three blocks a stage: 0.27 million parameters."""
+    """Create ResNet-20, with three blocks a stage: 0.27 million parameters.
+
+    By default, its shortcuts are those of the published weights in `ZOO`, without weights.
+    """
     return CifarResNet(3, classes, has_shortcut_weights)
 
 
 def resnet56(classes: int = 100, has_shortcut_weights: bool = True) -> CifarResNet:
-    """Create ResNet-56, with nine blocks a stage: 0.86 million parameters."""
+    """Create ResNet-56, with nine blocks a stage: 0.86 million parameters.
+
+    By default, its shortcuts are those of the published weights in `ZOO`, with weights.
+    """
     return CifarResNet(9, classes, has_shortcut_weights)

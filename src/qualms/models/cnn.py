@@ -115,7 +115,11 @@ def mnist_cnn_5x5(classes: int = 10) -> MnistCnn5x5:
 
 def svhn_cnn_4(classes: int = 10) -> SvhnCnn4:
     """Create `SvhnCnn4` with 32 to 256 channels, then 64 features."""
-    return SvhnCnn4(width=32, hidden=64, classes=classes)
+    return SvhnCnn4(
+        width=32,
+        hidden=64,
+        classes=classes,
+    )
 
 
 def svhn_cnn_4_dropout(classes: int = 10) -> SvhnCnn4:
@@ -124,4 +128,8 @@ def svhn_cnn_4_dropout(classes: int = 10) -> SvhnCnn4:
     The published weights were trained with dropout, at unknown positions; in evaluation mode that
     makes no difference.
     """
-    return SvhnCnn4(width=16, hidden=256, classes=classes)
+    return SvhnCnn4(
+        width=16,
+        hidden=256,
+        classes=classes,
+    )

@@ -24,9 +24,10 @@ STAGES = (
     (6, 3, 1, 320, 1),
 )
 # Channels after the first convolution.
-STEM = 32
+STEM_CHANNELS = 32
 # Channels before the linear layer.
-FEATURES = 1280
+LAST_CHANNELS = 1280
+# TensorFlow's eps of batch normalization.
 EPS = 1e-3
 
 
@@ -58,7 +59,8 @@ def _build_conv(
 ) -> nn.Conv2d:
     """Create a convolution without bias.
 
-    At stride 1 it has padding "same". At stride 2 it has none; the caller applies `pad_same` first.
+    At stride 1 it has padding "same". At stride 2, where TensorFlow's padding depends on the size
+    of the input, it has none; the caller applies `pad_same` first.
 
     Args:
         in_channels: channels of the input.
@@ -133,16 +135,16 @@ class EfficientNetLite(nn.Module):
 
         Args:
             width: a factor for the number of channels in each stage, which is then rounded to a
-                multiple of 8; the numbers `STEM` and `FEATURES` are fixed.
+                multiple of 8; the numbers `STEM_CHANNELS` and `LAST_CHANNELS` are fixed.
             depth: a factor for the number of blocks in each stage except the first and the last.
             dropout: the dropout probability before the linear layer.
             classes: the number of classes.
         """
         super().__init__()
-        self.conv_stem = _build_conv(3, STEM, 3, stride=2)
-        self.bn0 = nn.BatchNorm2d(STEM, EPS)
+        self.conv_stem = _build_conv(3, STEM_CHANNELS, 3, stride=2)
+        self.bn0 = nn.BatchNorm2d(STEM_CHANNELS, EPS)
         blocks = []
-        in_channels = STEM
+        in_channels = STEM_CHANNELS
         for i, (expansion, kernel, first_stride, channels, base_blocks) in enumerate(STAGES):
             out_channels = round_channels(channels * width)
             stride = first_stride
@@ -156,20 +158,23 @@ class EfficientNetLite(nn.Module):
                 # Only the first block of a stage changes channels and size.
                 in_channels, stride = out_channels, 1
         self.blocks = nn.Sequential(*blocks)
-        self.conv_head = _build_conv(in_channels, FEATURES)
-        self.bn1 = nn.BatchNorm2d(FEATURES, EPS)
+        self.conv_head = _build_conv(in_channels, LAST_CHANNELS)
+        self.bn1 = nn.BatchNorm2d(LAST_CHANNELS, EPS)
         self.dropout = nn.Dropout(dropout)
-        self.fc = nn.Linear(FEATURES, classes)
+        self.fc = nn.Linear(LAST_CHANNELS, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [n, 3, h, w] to [n, classes]."""
-        h = F.relu6(self.bn0(self.conv_stem(pad_same(x, 3, 2))))
+        h = F.relu6(self.bn0(self.conv_stem(pad_same(x, kernel=3, stride=2))))
         h = F.relu6(self.bn1(self.conv_head(self.blocks(h))))
         return self.fc(self.dropout(h.mean((2, 3))))
 
 
 def round_channels(channels: float) -> int:
-    """Round to the nearest multiple of 8, or up if that would remove more than 10 %."""
+    """Round a number of channels to the nearest multiple of 8, or up if that loses more than 10 %.
+
+    All versions of EfficientNet round in this way when they scale the width.
+    """
     nearest = max(8, int(channels + 4) // 8 * 8)
     return nearest if nearest >= 0.9 * channels else nearest + 8
 
@@ -185,14 +190,29 @@ def rename_tensor(name: str) -> str:
 
 def efficientnet_lite0(classes: int = 1000) -> EfficientNetLite:
     """Create EfficientNet-Lite0: 4.7 million parameters, for 224 pixels."""
-    return EfficientNetLite(width=1.0, depth=1.0, dropout=0.2, classes=classes)
+    return EfficientNetLite(
+        width=1.0,
+        depth=1.0,
+        dropout=0.2,
+        classes=classes,
+    )
 
 
 def efficientnet_lite1(classes: int = 1000) -> EfficientNetLite:
     """Create EfficientNet-Lite1: 5.4 million parameters, for 240 pixels."""
-    return EfficientNetLite(width=1.0, depth=1.1, dropout=0.2, classes=classes)
+    return EfficientNetLite(
+        width=1.0,
+        depth=1.1,
+        dropout=0.2,
+        classes=classes,
+    )
 
 
 def efficientnet_lite2(classes: int = 1000) -> EfficientNetLite:
     """Create EfficientNet-Lite2: 6.1 million parameters, for 260 pixels."""
-    return EfficientNetLite(width=1.1, depth=1.2, dropout=0.3, classes=classes)
+    return EfficientNetLite(
+        width=1.1,
+        depth=1.2,
+        dropout=0.3,
+        classes=classes,
+    )

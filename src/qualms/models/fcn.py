@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 # The number of channels at each level of the way down; each level has half the height and width of
 # the level above it.
-DOWN = (16, 32, 64)
+DOWN_CHANNELS = (16, 32, 64)
 # The number of channels at each level of the way back up.
-UP = (48, 24)
+UP_CHANNELS = (48, 24)
 
 
 class FCN(nn.Module):
@@ -37,18 +37,18 @@ class FCN(nn.Module):
     def __init__(self, classes: int, channels: int = 1) -> None:
         super().__init__()
         self.down = nn.ModuleList()
-        for in_channels, out_channels in pairwise((channels, *DOWN)):
+        for in_channels, out_channels in pairwise((channels, *DOWN_CHANNELS)):
             self.down.append(_build_convolutions(in_channels, out_channels, out_channels))
         self.up = nn.ModuleList()
-        channels_below = DOWN[-1]
+        channels_below = DOWN_CHANNELS[-1]
         # Each level takes the output of the level below it, and the features of its own size from
         # the way down, whose levels are joined from the last but one to the first.
-        for skip_channels, out_channels in zip(DOWN[-2::-1], UP, strict=True):
+        for skip_channels, out_channels in zip(DOWN_CHANNELS[-2::-1], UP_CHANNELS, strict=True):
             self.up.append(_build_convolutions(channels_below + skip_channels, out_channels))
             channels_below = out_channels
         self.shrink = nn.MaxPool2d(2)
         self.grow = nn.Upsample(scale_factor=2)
-        self.head = nn.Conv2d(UP[-1], classes, 1)
+        self.head = nn.Conv2d(UP_CHANNELS[-1], classes, 1)
 
     def forward(self, x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n k h w"]:
         """Map images [n, channels, h, w] to the logits of each pixel, [n, classes, h, w]."""

@@ -17,7 +17,7 @@ from qualms.models.checkpoint import fit_state, read_state
 MIN_LAYER_BYTES = 32
 # A byte of weights of one bit contains eight of them.
 MAX_NUMBERS_PER_BYTE = 8
-KINDS = ("ForImageClassification", "ForSequenceClassification")
+CLASSIFIER_ENDINGS = ("ForImageClassification", "ForSequenceClassification")
 
 
 def from_timm(name: str, weights: str | Path | None, classes: int | None) -> nn.Module:
@@ -106,7 +106,8 @@ def from_hugging_face(name: str, weights: str | Path | None, classes: int | None
     transformers = import_transformers(name)
     with explain_failure(_explain_creation_failure(source, weights)):
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        auto_class = getattr(transformers, f"AutoModel{_find_kind(source, config)}")
+        ending = _find_classifier_ending(source, config)
+        auto_class = getattr(transformers, f"AutoModel{ending}")
         if weights is None:
             require_classes(source, classes, config.num_labels)
             model = load_own_weights(transformers, auto_class, name, config)
@@ -215,19 +216,19 @@ def import_transformers(name: str) -> Any:
     return transformers
 
 
-def _find_kind(source: str, config: Any) -> str:
-    """Return the element of `KINDS` with which the name of a network's architecture ends.
+def _find_classifier_ending(source: str, config: Any) -> str:
+    """Find how the name of a classifier's architecture ends, such as "ForImageClassification".
 
-    `AutoModel` + kind is the name of the class of transformers that loads the network.
+    With "AutoModel" before it, the ending is the name of the class that loads the network.
 
     Args:
         source: what the error calls the network.
         config: the configuration of the network.
     """
     architectures = config.architectures or []
-    for kind in KINDS:
-        if any(name.endswith(kind) for name in architectures):
-            return kind
+    for ending in CLASSIFIER_ENDINGS:
+        if any(name.endswith(ending) for name in architectures):
+            return ending
     names = ", ".join(architectures) or "none"
     raise QualmsError(
         f"{source} is not an image or text classifier (its architecture: {names}); name one."

@@ -30,6 +30,7 @@ class LanguageModel:
 
     def __post_init__(self) -> None:
         """Raise an error if the model is on several devices, or if the tokenizer is not fast."""
+        # transformers sets this if it has spread the model over devices.
         device_map = getattr(self.model, "hf_device_map", None) or {}
         devices = sorted({str(device) for device in device_map.values()})
         if len(devices) > 1:
@@ -84,13 +85,13 @@ def load_language_model(source: str) -> LanguageModel:
             config,
             advice="download all of them",
             use_safetensors=True,
-            # In mixtures of experts: torch has no forward-mode derivative of fused products.
+            # Experts one by one: torch has no forward-mode derivative of their fused product.
             experts_implementation="eager",
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         loaded = LanguageModel(source, model.eval(), tokenizer)
         _require_causal(loaded)
-        # Raises if the tokenizer cannot tokenize a text.
+        # Raises here, instead of at the first text, if the tokenizer is damaged.
         tokenizer("a", return_offsets_mapping=True)
     return loaded
 

@@ -93,7 +93,13 @@ def _from_zoo(name: str, weights: str | Path | None, classes: int | None) -> nn.
         classes = entry.classes
     model = entry.build(classes)
     if weights is not None:
-        fit_state(model, read_state(weights), rename=entry.rename, file=weights, network=name)
+        fit_state(
+            model,
+            read_state(weights),
+            rename=entry.rename,
+            file=weights,
+            network=name,
+        )
     return model
 
 
@@ -201,20 +207,19 @@ def _import_factory(name: str) -> Callable[..., Any]:
 
     # The user's module can raise any exception.
     with explain_failure(explain):
-        factory: Any = import_module(path)
+        found: Any = import_module(path)
     for attribute in attributes.split("."):
-        if not hasattr(factory, attribute):
+        if not hasattr(found, attribute):
             raise QualmsError(
                 f"{name} does not exist: there is no {attribute!r} in {path}; check the name."
             )
-        factory = getattr(factory, attribute)
+        found = getattr(found, attribute)
         path = f"{path}.{attribute}"
-    if not callable(factory):
+    if not callable(found):
         raise QualmsError(
-            f"{name} is a {type(factory).__name__}; name a function or class that returns a "
-            "network."
+            f"{name} is a {type(found).__name__}; name a function or class that returns a network."
         )
-    return factory
+    return found
 
 
 def _find_classes_keyword(name: str, factory: Callable[..., Any]) -> str:
@@ -241,11 +246,14 @@ def _find_classes_keyword(name: str, factory: Callable[..., Any]) -> str:
 
 
 def _to_cpu_evaluation_mode(model: nn.Module) -> nn.Module:
-    """Move a model to the CPU, and switch it to evaluation mode."""
+    """Switch a model to evaluation mode, and move it to the CPU unless it is an exported network.
+
+    The graph of an exported network may name its device, so its weights stay there.
+    """
     if not isinstance(model, torch.fx.GraphModule):
         return model.cpu().eval()
-    # An exported network raises an error on eval(). Its operators do not depend on the mode, so
-    # only the flag is set.
+    # An exported network raises an error on eval(). Its operators stay in the mode of the export,
+    # so only the flag is set.
     for module in model.modules():
         module.training = False
     return model

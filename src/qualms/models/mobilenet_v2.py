@@ -15,9 +15,9 @@ STAGES = (
     (6, 320, 1, 1),
 )
 # Channels after the first convolution.
-STEM = 32
+STEM_CHANNELS = 32
 # Channels before the linear layer.
-FEATURES = 1280
+LAST_CHANNELS = 1280
 
 
 def conv_norm_relu6(
@@ -87,17 +87,17 @@ class MobileNetV2(nn.Module):
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        layers: list[nn.Module] = [conv_norm_relu6(3, STEM, 3, stride=2)]
-        in_channels = STEM
+        layers: list[nn.Module] = [conv_norm_relu6(3, STEM_CHANNELS, 3, stride=2)]
+        in_channels = STEM_CHANNELS
         for expansion, out_channels, n_blocks, first_stride in STAGES:
             stride = first_stride
             for _ in range(n_blocks):
                 layers.append(InvertedResidual(in_channels, out_channels, expansion, stride))
                 # Only the first block of a stage changes channels and size.
                 in_channels, stride = out_channels, 1
-        layers.append(conv_norm_relu6(in_channels, FEATURES))
+        layers.append(conv_norm_relu6(in_channels, LAST_CHANNELS))
         self.features = nn.Sequential(*layers)
-        self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(FEATURES, classes))
+        self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(LAST_CHANNELS, classes))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [n, 3, h, w] to [n, classes]."""

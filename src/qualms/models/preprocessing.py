@@ -18,7 +18,7 @@ from qualms.models.imagenet import imagenet_classes
 from qualms.models.zoo import ZOO
 
 # Interpolations by Pillow's numbers for them, which image processors of Hugging Face use.
-RESAMPLES: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+INTERPOLATIONS: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 # Prefixes of the names of Hugging Face's image processors for which a `size` of one number is the
 # length of the shorter side. For other processors it is both height and width.
 SHORTER_SIDE_PREFIXES = (
@@ -189,7 +189,7 @@ def _read_timm_transform(settings: Any) -> ImageTransform | None:
     if not shape or mode not in ("center", "squash") or interpolation is None:
         return None
     channels, height, width = shape
-    crop_fraction = settings.get("crop_pct") or 0.875
+    crop_fraction = settings.get("crop_pct") or 0.875  # timm's default
     before = (math.floor(height / crop_fraction), math.floor(width / crop_fraction))
     # "squash" resizes to this height and width; "center" keeps the image's aspect ratio.
     resize = before if mode == "squash" else min(before)
@@ -198,8 +198,9 @@ def _read_timm_transform(settings: Any) -> ImageTransform | None:
 
 def _known_interpolation(name: Any) -> Interpolation | None:
     """Return a name unchanged if it is an interpolation of `ImageTransform`, otherwise None."""
-    for known in RESAMPLES.values():
+    for known in INTERPOLATIONS.values():
         if known == name:
+            # Of type `Interpolation`, which `name` is not for a type checker.
             return known
     return None
 
@@ -254,6 +255,7 @@ def _read_hugging_face_preprocessing(name: str, config: Any) -> Preprocessing:
             ) from error
     transform = transform or _read_config_transform(config)
     if transform is not None:
+        # Gray or color, as the normalization or else the network's configuration says.
         channels = getattr(config, "num_channels", None)
         if normalization is not None:
             channels = len(normalization.mean)
@@ -285,12 +287,13 @@ def _find_processor_settings(name: str) -> Path | None:
 
 
 def _read_processor_normalization(settings: dict[str, Any]) -> Normalization | None:
-    """Read the normalization of an image processor; None if it does not normalize.
+    """Read the normalization of an image processor; None if it has none for pixels from 0 to 1.
 
     Args:
         settings: the content of `preprocessor_config.json`.
     """
     mean, std = settings.get("image_mean"), settings.get("image_std")
+    # "do_rescale" divides by 255; without it, mean and std are for pixels from 0 to 255.
     is_used = settings.get("do_normalize", True) and settings.get("do_rescale", True)
     if not (mean and std and is_used):
         return None
@@ -309,17 +312,20 @@ def _read_processor_transform(settings: dict[str, Any]) -> ImageTransform | None
     Returns:
         The transform; None if the processor does not resize, or does so in a way that is not known.
     """
-    size, interpolation = settings.get("size"), RESAMPLES.get(settings.get("resample", 2))
+    size = settings.get("size")
+    interpolation = INTERPOLATIONS.get(settings.get("resample", 2))
     if size is None or interpolation is None or not settings.get("do_resize", True):
         return None
-    kind = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
+    kind = settings.get("image_processor_type")
+    # Old settings call the processor a feature extractor.
+    kind = str(kind or settings.get("feature_extractor_type") or "")
     if isinstance(size, int):
         # Old settings have one number, whose meaning depends on the class of the processor.
         is_shorter_side = kind.startswith(SHORTER_SIDE_PREFIXES)
         size = {"shortest_edge": size} if is_shorter_side else {"height": size, "width": size}
     crop = None
     if settings.get("do_center_crop", False):
-        crop = settings.get("crop_size", 224)
+        crop = settings.get("crop_size", 224)  # the default of most processors
     if "shortest_edge" in size:
         shorter_side = int(size["shortest_edge"])
         crop_fraction = settings.get("crop_pct")
@@ -327,10 +333,10 @@ def _read_processor_transform(settings: dict[str, Any]) -> ImageTransform | None
         return ImageTransform(final_size, resize, interpolation)
     if "height" not in size or "width" not in size:
         return None
-    before = (int(size["height"]), int(size["width"]))
+    resized = _as_pair(size)
     if crop is None:
-        return ImageTransform(before, resize=None, interpolation=interpolation)
-    return ImageTransform(_as_pair(crop), resize=before, interpolation=interpolation)
+        return ImageTransform(resized, resize=None, interpolation=interpolation)
+    return ImageTransform(_as_pair(crop), resized, interpolation)
 
 
 def _compute_shorter_side_sizes(
@@ -351,6 +357,7 @@ def _compute_shorter_side_sizes(
         The height and width after the crop; and the length of the shorter side before the crop,
         None if images are resized straight to the height and width.
     """
+    # All rules and default fractions are those of the classes in transformers.
     # ConvNext crops by `crop_pct` below 384 pixels, and only resizes from 384 pixels on.
     if kind.startswith("ConvNext"):
         resize = None
@@ -361,7 +368,10 @@ def _compute_shorter_side_sizes(
         shorter_side = int(256 / 224 * shorter_side)
     elif kind.startswith("PoolFormer"):
         shorter_side = int(shorter_side / (crop_fraction or 0.9))
-    return _as_pair(shorter_side if crop is None else crop), shorter_side
+    # Without a crop, images would differ in the longer side, so they are cropped to a square.
+    if crop is None:
+        crop = shorter_side
+    return _as_pair(crop), shorter_side
 
 
 def _as_pair(size: Any) -> tuple[int, int]:
@@ -372,7 +382,7 @@ def _as_pair(size: Any) -> tuple[int, int]:
 
 
 def _read_config_transform(config: Any) -> ImageTransform | None:
-    """Read the size of images from a network's configuration; None if it has none."""
+    """Create the transform to the image size in a configuration; None if that has no size."""
     size = getattr(config, "image_size", None)
     if isinstance(size, int):
         return ImageTransform((size, size))
@@ -410,8 +420,9 @@ def _read_export_transform(model: nn.Module) -> ImageTransform | None:
         images of any size.
     """
     graph = getattr(model, "graph", None)
+    nodes = graph.nodes if graph is not None else ()
     input_shapes = []
-    for node in graph.nodes if graph is not None else ():
+    for node in nodes:
         # Placeholders are the inputs of the graph; "val" is an example of the input.
         example = node.meta.get("val") if node.op == "placeholder" else None
         if isinstance(example, torch.Tensor):
@@ -427,5 +438,5 @@ def _read_export_transform(model: nn.Module) -> ImageTransform | None:
 
 
 def _known_channels(channels: Any) -> int | None:
-    """Return a number of channels unchanged if it is 1 or 3, otherwise None."""
+    """Return a number of channels if `ImageTransform` can produce it (1 or 3), otherwise None."""
     return channels if channels in (1, 3) else None

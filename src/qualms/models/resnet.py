@@ -93,6 +93,7 @@ class ResNet(nn.Module):
         in_channels = 64
         stages = []
         for i, n_blocks in enumerate(blocks):
+            # From stage to stage, the channels double, while height and width are halved.
             width = 64 * 2**i
             stage = []
             stride = 1 if i == 0 else 2

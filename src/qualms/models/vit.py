@@ -54,9 +54,10 @@ class VisionTransformer(nn.Module):
             classes: the number of classes.
         """
         super().__init__()
+        # One token for each patch of 4x4 pixels, and one more for the class.
         self.patches = nn.Conv2d(3, width, 4, 4)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
-        # A vector for each of 65 tokens: the class token and 8x8 patches.
+        # 32x32 pixels have 8x8 patches; with the class token, that makes 65.
         self.position = nn.Parameter(torch.empty(1, 65, width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
@@ -74,7 +75,12 @@ class VisionTransformer(nn.Module):
 
 def vit_small(classes: int = 10) -> VisionTransformer:
     """Create a vision transformer with 192 channels, 6 blocks, 3 heads: 2.7 million parameters."""
-    return VisionTransformer(width=192, depth=6, heads=3, classes=classes)
+    return VisionTransformer(
+        width=192,
+        depth=6,
+        heads=3,
+        classes=classes,
+    )
 
 
 def vit_tiny(classes: int = 10) -> VisionTransformer:
@@ -82,4 +88,9 @@ def vit_tiny(classes: int = 10) -> VisionTransformer:
 
     It is small enough to be trained on a CPU.
     """
-    return VisionTransformer(width=96, depth=4, heads=3, classes=classes)
+    return VisionTransformer(
+        width=96,
+        depth=4,
+        heads=3,
+        classes=classes,
+    )

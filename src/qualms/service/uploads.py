@@ -71,7 +71,7 @@ class ImageReader:
         except TooLarge:
             raise self._too_many_pixels() from None
         except Unreadable as error:
-            message = f"{name[:MAX_ECHO]} is {error.plain}; send {', '.join(FORMATS)} files."
+            message = f"{name[:MAX_ECHO]} is {error.bare_reason}; send {', '.join(FORMATS)} files."
             raise HTTPException(422, message) from None
         return image
 
