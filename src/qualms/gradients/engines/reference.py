@@ -23,7 +23,7 @@ class ReferenceEngine:
     """Computes the gradients as the paper states them, one backward pass for each sample and class."""
 
     def plan(self, request: GradientRequest) -> UseOrder:
-        """Find the order in which a forward pass over the first sample uses the parameters."""
+        """Find the order in which the first sample uses the parameters: `run` sorts norms by it."""
         return use_order(request.model, request.make_rows(slice(0, 1)), request.selected)
 
     def run(self, plan: UseOrder, request: GradientRequest) -> ClassNorms:

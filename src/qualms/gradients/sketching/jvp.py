@@ -65,7 +65,7 @@ def forward_mode(
         is_stacked: whether `tangent` holds k tangents, [k, …] for each parameter; logits and
             derivative are then [k, rows, c].
     """
-    images = batch_tensors(model_input.batch)[0]  # if the model takes images at all
+    images = batch_tensors(model_input.batch)[0]  # or other inputs, never channels-last
     nbytes = sum(s.nbytes for s in tangent.values())
     to_channels_last = _is_channels_last(images) and nbytes <= MAX_FORMATTED_BYTES
 
@@ -116,10 +116,10 @@ def _is_channels_last(x: Tensor) -> bool:
 
 @torch.no_grad()
 def central_difference(model: nn.Module, model_input: ModelInput, tangent: Tangent) -> Jvp:
-    """Approximate J s by (z(θ + εs) - z(θ - εs)) / 2ε, in double precision.
+    """Compute the logits z(θ), and approximate J s by (z(θ + εs) - z(θ - εs)) / 2ε.
 
-    z(θ) are the logits at the weights θ, and J is their Jacobian. Takes three passes: the logits
-    z(θ) are returned too.
+    θ are the weights, and J is the Jacobian of the logits. All three passes run in double precision: the
+    difference cancels most digits of the logits.
 
     Args:
         model: the model, inside `preserve_state`.
@@ -208,6 +208,7 @@ class LogitsAt:
                 missing keep the model's values.
             model_input: the rows to run.
         """
+        # A tied tensor is listed under each of its names, so `tie_weights` need not look for them.
         replacements: dict[str, Tensor] = {}
         for name_in_wrapper, name_in_model in self.names:
             if name_in_model in values:
@@ -249,8 +250,8 @@ class ConstantPadding(CallMode):
     Args:
         record: a list to which the outputs of embeddings with padding are appended; None if they
             are not recorded.
-        constants: recorded outputs, from which the values at padding are taken; by default those of
-            the current output, detached.
+        constants: recorded outputs, one for each call in order, from which the values at padding
+            are taken; by default those of the current output, detached.
     """
 
     def __init__(
@@ -374,6 +375,7 @@ class Attention(torch.autograd.Function):
             The tangents of the two results of `forward`.
         """
         q, k, v, o, probs = ctx.saved_tensors
+        # dS is the product left · rightᵀ.
         left = torch.cat([dq * ctx.scale, q * ctx.scale], -1)
         right = torch.cat([k, dk], -1)
         a = probs * (left @ right.mT)

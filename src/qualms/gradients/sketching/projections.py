@@ -88,7 +88,7 @@ class Projections:
         return variance.sqrt()
 
     def error(self, norms: Float[Tensor, "b m"]) -> Float[Tensor, "b m"]:
-        """Compute the standard error of each of the estimated norms that are passed."""
+        """Compute the standard errors of estimated norms."""
         variance = torch.zeros_like(norms)
         for j in range(len(self.values)):
             variance = variance + self.influence(norms, j).square()
