@@ -143,7 +143,7 @@ def plain_autograd(
 
 
 def measure_graph_bytes(request: GradientRequest, row: ModelInput) -> int:
-    """Measure the bytes that autograd saves in a forward pass over one row, without parameters."""
+    """Measure the bytes that autograd saves in a forward pass over one row, besides parameters."""
     parameter_storages = {p.untyped_storage().data_ptr() for p in request.model.parameters()}
     with (
         all_parameters_differentiable(request.model),

@@ -51,7 +51,8 @@ def _measure_sample(request: GradientRequest, rows: ModelInput) -> ClassNorms:
         rows: the rows of the sample: x_0, the sample itself, and perturbed copies x_1, …, x_N.
 
     Returns:
-        Norms [1, m], with m directions, for each parameter that the logits depend on.
+        Norms [1, m], with m directions, for each parameter that the logits depend on;
+        `without_rule` is left empty.
     """
     gradients, logits = _compute_mean_gradients(request, rows)
     values: dict[str, Tensor] = {}

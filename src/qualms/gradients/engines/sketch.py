@@ -135,7 +135,7 @@ class SketchEngine:
             require_room(2 * tangent_bytes, request.limit, NEEDS, INSTEAD)
             probe, check_rows = _probe_first_rows(request)
             self.cache.keep(key, probe)
-            release_free_memory()
+            release_free_memory()  # memory that the probe used
         row_bytes = RESULTS_PER_ROW * max(1, probe.largest_result)
         # Half of the bytes of a row are copies that kernels make, which do not exist all at once.
         require_room(2 * tangent_bytes + row_bytes // 2, request.limit, NEEDS, INSTEAD)
@@ -229,7 +229,7 @@ def _count_samples_per_pass(
         probe: facts about the model.
         tangent_bytes: the bytes of one tangent.
     """
-    # Tangents that are kept take up to a quarter of the budget; one more may be drawn besides them.
+    # Whole tangents are kept, in up to a quarter of the budget; one more may be drawn besides them.
     max_kept_bytes = min(request.budget // 4, request.sketch.tangents * tangent_bytes)
     kept_bytes = max_kept_bytes // max(1, tangent_bytes) * tangent_bytes
     free_bytes = request.budget - kept_bytes - tangent_bytes
@@ -284,7 +284,7 @@ class SketchRun:
             if self.plan.check_rows is None:
                 _, self.plan.check_rows = _probe_first_rows(self.request)
             function = find_jvp_function(self.plan.probe, self.plan.check_rows, self.tangents[0])
-            release_free_memory()
+            release_free_memory()  # memory that the checks used
             return function
 
         return self.cache.get_or_compute(self._function_key, find)

@@ -65,9 +65,9 @@ def forward_mode(
         is_stacked: whether `tangent` holds k tangents, [k, …] for each parameter; logits and
             derivative are then [k, rows, c].
     """
-    images = batch_tensors(model_input.batch)[0]  # or other inputs, never channels-last
+    first_input = batch_tensors(model_input.batch)[0]
     nbytes = sum(s.nbytes for s in tangent.values())
-    to_channels_last = _is_channels_last(images) and nbytes <= MAX_FORMATTED_BYTES
+    to_channels_last = _is_channels_last(first_input) and nbytes <= MAX_FORMATTED_BYTES
 
     def reformat(t: Tensor) -> Tensor:
         """Copy the weight of a convolution, or its tangent, to channels-last if the images are."""
@@ -118,8 +118,8 @@ def _is_channels_last(x: Tensor) -> bool:
 def central_difference(model: nn.Module, model_input: ModelInput, tangent: Tangent) -> Jvp:
     """Compute the logits z(θ), and approximate J s by (z(θ + εs) - z(θ - εs)) / 2ε.
 
-    θ are the weights, and J is the Jacobian of the logits. All three passes run in double precision: the
-    difference cancels most digits of the logits.
+    θ are the weights, and J is the Jacobian of the logits. All three passes run in double
+    precision, as the difference cancels most digits of the logits.
 
     Args:
         model: the model, inside `preserve_state`.
@@ -208,11 +208,11 @@ class LogitsAt:
                 missing keep the model's values.
             model_input: the rows to run.
         """
-        # A tied tensor is listed under each of its names, so `tie_weights` need not look for them.
         replacements: dict[str, Tensor] = {}
         for name_in_wrapper, name_in_model in self.names:
             if name_in_model in values:
                 replacements[name_in_wrapper] = values[name_in_model]
+        # `names` lists every name of a tied tensor; `tie_weights=True` may miss one.
         logits: Tensor = torch.func.functional_call(
             self.wrapper,
             replacements,
@@ -398,6 +398,7 @@ class DifferentiableAttention(CallMode):
         mask = arguments.get("attn_mask")
         # A floating-point mask may have a tangent, for which `Attention` has no derivative.
         is_additive = mask is not None and mask.is_floating_point()
+        # `Attention` also has no dropout, and takes matrices of queries.
         if arguments.get("dropout_p") or q.ndim < 2 or is_additive:
             return run_function(func, args, kwargs)
         # Grouped queries: several query heads share a head of keys and values.

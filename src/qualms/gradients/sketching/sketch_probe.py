@@ -123,7 +123,7 @@ def probe_rows(
         Facts about the model; and the rows that were run, with their gradients.
 
     Raises:
-        QualmsError: if a second run of a row gives other logits, or no row uses any of the selected
+        QualmsError: if a second run of a row gives other logits, or no row can use any of the selected
             parameters.
     """
     first = FirstSample.of(model, model_input, selected)
@@ -145,7 +145,7 @@ def probe_rows(
         # Free its memory before the next row runs, unless the list keeps it.
         del gradient
     if not used_names:
-        # Raises the error.
+        # An error, unless other rows may use some.
         require_uses_that_vary(model, model_input)
     check_rows = CheckRows(model, [first.rows, *other_rows], selected, gradients)
     probe = _trace_first_row(first, model_input, selected, used_names, model)

@@ -104,7 +104,7 @@ class TangentDistribution:
             entries.copy_(normal.mul_(scale))
 
     def _allocate(self, name: str) -> Tensor:
-        """Allocate a contiguous tensor for a tangent's entries for one parameter."""
+        """Allocate a tensor for a tangent's entries for one parameter, as `write_signs` needs it."""
         return torch.empty_like(self.parameters[name], memory_format=torch.contiguous_format)
 
 
