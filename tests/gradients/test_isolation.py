@@ -101,6 +101,20 @@ def test_what_the_model_itself_writes_is_put_back(
     assert model.seen == []
 
 
+class KeepsItsInput(nn.Linear):
+    """Has no buffer before its first forward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("latest", x.detach())
+        return super().forward(x)
+
+
+def test_a_models_first_buffer_is_removed_if_it_registers_it_itself() -> None:
+    model = KeepsItsInput(3, 2)
+    qualms.score(model, torch.rand(2, 3))
+    assert not dict(model.named_buffers())
+
+
 def test_a_parameter_that_the_model_changes_is_an_error() -> None:
     def swap(m: Writes) -> None:
         m.fc.weight.data.copy_(m.fc.weight.flip(0))

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
 from qualms.gradients.batch import (
@@ -21,6 +20,7 @@ from qualms.gradients.batch import (
     take_samples,
     tensors_in,
 )
+from qualms.gradients.function_modes import CallMode
 from qualms.gradients.memory import PassMemory
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.context import ROWS_AT_ONCE, BatchContext
@@ -289,7 +289,7 @@ def _version_counters(results: list[Any]) -> list[int]:
     return [t._version for t in tensors_in(results)]
 
 
-class _ReplayMode(TorchFunctionMode):
+class _ReplayMode(CallMode):
     """Records the results of operations in the first run; returns the recorded ones in later runs.
 
     Attributes:
@@ -305,25 +305,12 @@ class _ReplayMode(TorchFunctionMode):
         # Becomes False at the first dropout layer.
         self.is_prefix = True
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation and keep its result; in later runs, return the kept one instead.
 
         This holds up to the first dropout layer. From there on operations just run, as their
         results differ from draw to draw.
-
-        Args:
-            func: the operation.
-            types: the classes of its tensors; not used.
-            args: its arguments.
-            kwargs: its keyword arguments.
         """
-        kwargs = kwargs or {}
         if not self.is_prefix:
             return func(*args, **kwargs)
         if self.recorded is None:

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
 from qualms.gradients.batch import Batch, take_samples
+from qualms.gradients.function_modes import CallMode, name_of
 from qualms.gradients.layers import Params, group_by_layer, layer_of, select_parameters
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.gradients.tracing.traced_forward import use_order
@@ -95,7 +95,7 @@ def forward_with_head(
     return logits, QualmsError(NO_HEAD)
 
 
-class _LinearRecorder(TorchFunctionMode):
+class _LinearRecorder(CallMode):
     """Records the arguments and results of the latest linear layers.
 
     Attributes:
@@ -110,25 +110,10 @@ class _LinearRecorder(TorchFunctionMode):
         # The input, weight, bias and result of each linear layer.
         self.calls: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operation, and record it if it is a linear layer.
-
-        Args:
-            func: the operation.
-            types: the classes of its tensors; not used.
-            args: its arguments.
-            kwargs: its keyword arguments.
-        """
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and record it if it is a linear layer."""
         out = func(*args, **kwargs)
-        # Overloads have names such as "linear.default".
-        if getattr(func, "__name__", "").split(".")[0] == "linear":
+        if name_of(func) == "linear":
             named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             self.calls.append((named["input"], named["weight"], named.get("bias"), out))
             # Drop all but the latest calls, to free the memory of their tensors.

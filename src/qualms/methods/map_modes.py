@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
 from qualms.gradients.batch import Batch, num_samples
+from qualms.gradients.function_modes import CallMode
 from qualms.gradients.model_input import ModelInput, forward_logits
 
 # All of these are names of torch functions.
@@ -90,7 +90,7 @@ class _Pooling:
     is_channels_last: bool
 
 
-class _PoolingMode(TorchFunctionMode):
+class _PoolingMode(CallMode):
     """Finds the operation that turns the last feature map into vectors, or changes its map.
 
     Attributes:
@@ -123,22 +123,9 @@ class _PoolingMode(TorchFunctionMode):
         # map, and the number of the operation. The next operation may reduce the other axis.
         self._half_pooled: tuple[Tensor, torch.Size, int] | None = None
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operation, and record whether it returns a feature map or reduces the axes of one.
-
-        Args:
-            func: the operation.
-            types: the classes of its tensors; not used.
-            args: its arguments.
-            kwargs: its keyword arguments.
-        """
-        kwargs = dict(kwargs or {})
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and record whether it returns a feature map or reduces the axes of one."""
+        kwargs = dict(kwargs)
         out = func(*args, **kwargs)
         source: Any = args[0] if args else kwargs.get("input")
         is_convolution = _function_name(func) == CONVOLUTION
@@ -234,7 +221,7 @@ def _change_map(
     return changed.movedim(1, 3) if is_channels_last else changed
 
 
-class MapRecorder(TorchFunctionMode):
+class MapRecorder(CallMode):
     """Records the autograd edges of a forward pass's feature maps, for gradients with respect to
     them.
 
@@ -255,22 +242,9 @@ class MapRecorder(TorchFunctionMode):
         # The edges of the results of convolutions, in the order of the forward pass.
         self._convolution_edges: list[GradientEdge] = []
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operation, and record the autograd edge of its result if it is a feature map.
-
-        Args:
-            func: the operation.
-            types: the classes of its tensors; not used.
-            args: its arguments.
-            kwargs: its keyword arguments.
-        """
-        out = func(*args, **(kwargs or {}))
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and record the autograd edge of its result if it is a feature map."""
+        out = func(*args, **kwargs)
         name = _function_name(func)
         # Such as a ReLU, whose gradient may be zero. Names of in-place operations end in "_".
         self.has_flat |= name.rstrip("_") in FLAT
@@ -295,5 +269,8 @@ class MapRecorder(TorchFunctionMode):
 
 
 def _function_name(func: Any) -> str:
-    """Return the name of a torch function, "" if it has none."""
+    """Return the full name of a torch function, "" if it has none.
+
+    Overloads, such as `mean.dim` in an exported graph, match none of the names that are looked for.
+    """
     return getattr(func, "__name__", "")

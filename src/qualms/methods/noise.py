@@ -1,11 +1,9 @@
 """Inputs of pure noise in the shape of real ones: they show properties of the model alone."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
 from qualms.gradients.batch import (
@@ -15,6 +13,7 @@ from qualms.gradients.batch import (
     take_samples,
     with_tensors,
 )
+from qualms.gradients.function_modes import CallMode, name_of
 from qualms.gradients.model_input import ModelInput, forward_logits
 from qualms.methods.context import BatchContext
 from qualms.random import generator
@@ -126,7 +125,7 @@ def _find_vocabulary_size(context: BatchContext, method: str) -> int:
     return finder.rows
 
 
-class _EmbeddingFinder(TorchFunctionMode):
+class _EmbeddingFinder(CallMode):
     """Finds the first embedding that looks up given token ids.
 
     Attributes:
@@ -140,23 +139,9 @@ class _EmbeddingFinder(TorchFunctionMode):
         # None until an embedding reads the ids.
         self.rows: int | None = None
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operation, and record the size of its table if it looks up the token ids.
-
-        Args:
-            func: the operation.
-            types: the classes of its tensors; not used.
-            args: its arguments.
-            kwargs: its keyword arguments.
-        """
-        kwargs = kwargs or {}
-        if self.rows is None and getattr(func, "__name__", "").startswith("embedding"):
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and record the size of its table if it looks up the token ids."""
+        if self.rows is None and name_of(func).startswith("embedding"):
             tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
             # Else the operations of the comparison would come to this mode as well.
             with torch._C.DisableTorchFunction():

@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from qualms.errors import QualmsError
 from qualms.gradients.batch import (
@@ -22,6 +21,7 @@ from qualms.gradients.batch import (
     split_batch,
     take_samples,
 )
+from qualms.gradients.function_modes import CallMode
 from qualms.gradients.isolation import preserve_state
 from qualms.gradients.memory import PassMemory, free_bytes, require_room
 from qualms.gradients.model_input import ModelInput, forward_logits
@@ -113,7 +113,7 @@ class PerturbTheta(MonteCarlo):
         return total / self.draws
 
 
-class _ReplaceParameters(TorchFunctionMode):
+class _ReplaceParameters(CallMode):
     """Replaces parameters in the arguments of every operation; the model itself stays unchanged.
 
     Attributes:
@@ -126,22 +126,9 @@ class _ReplaceParameters(TorchFunctionMode):
         self.replacements = replacements  # from the id of each parameter to its replacement
         self.replaced_ids: set[int] = set()  # the ids of parameters that an operation used
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operation on the replacements of its parameters.
-
-        Args:
-            func: the operation.
-            types: the classes of its tensors; not used.
-            args: its arguments.
-            kwargs: its keyword arguments.
-        """
-        args, kwargs = map_tensors((args, kwargs or {}), self._replace)
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on the replacements of its parameters."""
+        args, kwargs = map_tensors((args, kwargs), self._replace)
         return func(*args, **kwargs)
 
     def _replace(self, t: Tensor) -> Tensor:

@@ -197,7 +197,7 @@ def _count_gradients(
     # Backward passes stop at the first layer that is not skipped.
     request = context.create_request(shared_pass.directions, smooth, shared_pass.lam)
     cut = find_layer_cut(request, model_context.cache)
-    late_names = None if cut is None else cut.names
+    late_names = None if cut is None else cut.late_names
     # Without smoothing, as the passes of a single row are counted.
     unsmoothed_request = context.create_request(shared_pass.directions, None)
     return rows * count_row_passes(unsmoothed_request, directions, model_context.cache, late_names)

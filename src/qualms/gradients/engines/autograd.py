@@ -87,6 +87,7 @@ def add_unused_parameters(
     """
     num_directions = request.directions.num_directions(norms.logits.shape[1])
     shape: tuple[int, ...] = (request.num_samples, num_directions)
+    # Inner products are a matrix for each sample.
     if request.gram:
         shape = (*shape, num_directions)
     zeros = torch.zeros(shape, dtype=torch.double, device=norms.logits.device)
@@ -119,6 +120,7 @@ def plain_autograd(
     gradient_bytes = 0
     for p in request.selected.values():
         gradient_bytes += at_least_float32(p.detach()).nbytes
+    # A kept graph and that of the row that runs; the sum of gradients and the one to add.
     needed = 2 * row_bytes + 2 * gradient_bytes
     require_room(needed, request.limit, "the graph of one row and one of its gradients")
     # Kept graphs may take half of the budget.
@@ -141,7 +143,7 @@ def plain_autograd(
 
 
 def measure_graph_bytes(request: GradientRequest, row: ModelInput) -> int:
-    """Measure the bytes that autograd saves in a forward pass over one row, without parameters."""
+    """Measure the bytes that autograd saves in a forward pass over one row, besides parameters."""
     parameter_storages = {p.untyped_storage().data_ptr() for p in request.model.parameters()}
     with (
         all_parameters_differentiable(request.model),
@@ -260,7 +262,8 @@ class _GradientBlock:
     ) -> dict[str, Float[Tensor, " n"]]:
         """Add a gradient to the block if there is room; compute its inner products with the block.
 
-        So the first `size` gradients become part of the block, and are multiplied with themselves.
+        Gradients come in order: the first `size` of them fill the block, later ones are only
+        multiplied with it.
 
         Args:
             index: the index of the gradient's direction.
@@ -281,6 +284,7 @@ class _GradientBlock:
                 self.normalized[name] = g.new_zeros(self.size, len(g))
                 self.maxima[name] = scale.new_zeros(self.size)
             largest = torch.linalg.vector_norm(g, torch.inf)
+            # Otherwise products of gradients might underflow or overflow in float32.
             g_normalized = g / torch.where(largest > 0, largest, 1.0)
             if joins_block:
                 self.normalized[name][index - self.start] = g_normalized
@@ -321,6 +325,7 @@ class SampleGraphs:
         self._kept_logits: list[Tensor] = []
         logits: list[Tensor] = []
         for i in range(num_samples(rows.batch)):
+            # One graph is always kept: `plain_autograd` has made sure that it fits.
             if i < max(1, num_kept_graphs):
                 self._kept_logits.append(self._run_row(i))
                 logits.append(self._kept_logits[-1].detach())
@@ -330,14 +335,14 @@ class SampleGraphs:
         self.logits = torch.cat(logits)
         for i, z in enumerate(self.logits):
             check_repeatable(request.model, rows.take([i]), z[None])
-        # `along` takes logits [samples, rows, classes]; this is one sample.
+        # `cotangents_at` takes logits [samples, rows, classes]; this is one sample.
         self.directions = request.directions.cotangents_at(self.logits[None])
 
     def compute_gradients(self, start: int = 0) -> Iterator[tuple[Gradient, Float[Tensor, ""]]]:
-        """Yield (g, s) for each direction from index `start` on; the gradient along it is s·g.
+        """Yield (g, s) for each direction from index `start` on: the sample's gradient is s·g.
 
-        g is the sum over the sample's rows; s·g is their mean, as cotangents are divided by the
-        number of rows. Rows whose graph was not kept run again for each direction.
+        It is the mean over the rows, computed as a sum: cotangents are divided by the number of
+        rows. Rows whose graph was not kept run again for each direction.
         """
         for cotangent, scale in islice(self._iterate_cotangents(), start, None):
             total: Gradient = {}

@@ -65,6 +65,7 @@ def engines_for(request: GradientRequest, cache: PlanCache) -> list[Engine[Any]]
     if request.settings.engine == "reference":
         return [ReferenceEngine()]
     exact_engines: list[Engine[Any]] = [ExactEngine(cache), AutogradEngine()]
+    # A layer cut runs these engines on the late layers; they run alone if there is no cut.
     run_exact = partial(run_first, exact_engines, cache=cache)
     return [LayerCutEngine(cache, run_inner=run_exact), *exact_engines]
 
@@ -133,6 +134,7 @@ def resolve_engine(
     if settings.engine != "auto":
         return replace(settings, tolerance=tolerance)
     exact = replace(settings, engine="exact", tolerance=tolerance)
+    # The user chose the tolerance, or sampling a few classes would gain nothing.
     if settings.tolerance is not None or classes < MIN_CLASSES:
         return exact
     request = _request_all_classes(model, batch, exact)
@@ -170,6 +172,7 @@ def resolve_layer_engine(
     request = _request_all_classes(model, batch, replace(settings, engine="exact"))
     first_sample = ModelInput(take_samples(batch, slice(0, 1)))
     num_classes = forward_logits(model, first_sample).shape[1]
+    # A cache of its own, as the plan is made only to count passes.
     exact_passes = count_exact_passes(request, num_classes, PlanCache())
     num_layers = len(group_by_layer(model, list(request.selected), settings.granularity))
     sketch_passes = SKETCH_PASSES * Sketch().tangents * num_layers

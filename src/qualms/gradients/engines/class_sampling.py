@@ -231,7 +231,7 @@ class SampledClasses(Directions):
         return _draw_classes(self.chances(logits), self.num_drawn, noise)
 
     def chances(self, logits: Float[Tensor, "b c"]) -> Float[Tensor, "b c"]:
-        """Compute the probability of drawing each class: in proportion to its size, at most 1."""
+        """Compute the probability π_c of drawing each class: in proportion to its size, at most 1."""
         probs = logits.detach().double().softmax(-1)
         return inclusion_chances(self.sizes(probs), self.num_drawn)
 
@@ -360,10 +360,10 @@ def _one_hot(
 
 
 def _scale_to_block(direction: Float[Tensor, "1 b r c"]) -> tuple[Tensor, Tensor]:
-    """Split one direction per sample into (v, s), with v scaled to a size near 1, by `scale_to_unit`.
+    """Divide one direction per sample by its number of rows r; return the result as (v, s).
 
-    The direction is first divided by the number of rows r of a sample, so that the gradients of a
-    sample's rows add up to their mean. v·s is the quotient.
+    It is s·v, with v scaled to a size near 1. Divided by r, gradients of a sample's rows add up to
+    their mean.
     """
     _, num_samples, num_rows, _ = direction.shape
     return scale_to_unit(direction.flatten(1, 2) / num_rows, num_samples)
@@ -494,7 +494,7 @@ class Tally:
         number: int,
         noise: torch.Generator,
     ) -> tuple[Int[Tensor, "k d"], Float[Tensor, "k d"]]:
-        """Draw further classes for k of the samples; only `add` changes the tally.
+        """Draw further classes for k of the samples, which the caller measures and passes to `add`.
 
         Classes that were certain in the first round get size 0. They are drawn only if fewer than
         d other classes have a positive size; `add` then ignores them.
@@ -532,6 +532,7 @@ class Tally:
             spread: the usual relative standard deviation of each method's t_c / π_c among a
                 sample's classes, as in `estimate`.
         """
+        # Classes whose terms the first round has added to `exact_sum`.
         was_certain = self.is_certain[indices].gather(-1, classes)
         is_later_round = bool((self.num_drawn[indices] > 0).any())
         if is_later_round:
@@ -544,6 +545,7 @@ class Tally:
         num_drawn = (~is_certain).sum(-1)
         other_terms = torch.where(is_certain | was_certain, 0, terms)
         value, error = estimate(other_terms, chances, spread)
+        # Rounds are averaged, weighted by their number of classes; `total` divides by the weights.
         self.weighted_estimates[:, indices] += num_drawn * value
         self.weighted_squared_errors[:, indices] += (num_drawn * error).square()
         self.num_drawn[indices] += num_drawn

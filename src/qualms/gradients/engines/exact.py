@@ -15,7 +15,7 @@ samples of a batch or hides operations from torch's function modes, runs by plai
 sample at a time.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from jaxtyping import Float
@@ -272,7 +272,7 @@ def accumulate_chunks(
     row_parts = _RowParts(request, model_input, plan, rows_per_pass, logits)
     # A quarter of the budget is for gradients that are accumulated at the same time.
     max_gradients = max(1, request.budget // 4 // plan.gradient_bytes)
-    # `along` takes logits [samples, rows, classes]; this is one sample.
+    # `cotangents_at` takes logits [samples, rows, classes]; this is one sample.
     directions = request.directions.cotangents_at(logits[None])
     values: dict[str, Tensor] = {}
     start = 0  # index of the next direction
@@ -312,9 +312,7 @@ class _RowParts:
     plan: Plan
     rows_per_pass: int
     logits: Float[Tensor, "r c"]
-
-    def __post_init__(self) -> None:
-        self.without_rule: set[str] = set()
+    without_rule: set[str] = field(default_factory=set)
 
     def sum_gradients(self, cotangents: Float[Tensor, "k r c"], verify: bool) -> Gradients:
         """Compute the gradients along k directions, summed over all r rows.

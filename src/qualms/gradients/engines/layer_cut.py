@@ -81,7 +81,7 @@ class LayerCutEngine:
         Returns:
             The norms of all layers, with zeros for the layers left out.
         """
-        # Ends, as every failed check lowers `num_early`.
+        # This loop ends, as every failed check lowers `num_early`.
         while plan.num_early > 0:
             late_norms = self.run_inner(plan.narrow(request))
             if plan.confirm(request, late_norms):
@@ -139,7 +139,7 @@ class LayerCut:
     unchecked: int = 0
 
     @property
-    def names(self) -> frozenset[str]:
+    def late_names(self) -> frozenset[str]:
         """The names of the parameters of the late layers, which are not left out."""
         late_layers = self.layers[self.num_early :]
         return frozenset(name for layer in late_layers for name in layer)
@@ -148,7 +148,8 @@ class LayerCut:
     def of(cls, request: GradientRequest, lam: float) -> "LayerCut | None":
         """Measure the first sample of a request in all layers, and leave out small early layers.
 
-        They may add at most a quarter (1 / `SAFETY_FACTOR`) of the tolerance to its score.
+        They may add at most a quarter (1 / `SAFETY_FACTOR`) of the tolerance to its score, so that
+        other samples probably stay within the tolerance.
 
         Args:
             request: the samples; `settings.tolerance` is the tolerance.
@@ -183,7 +184,7 @@ class LayerCut:
         Backward passes then stop at the first late layer.
         """
         # `params` may be a function that says of a name whether the parameter is wanted.
-        settings = replace(request.settings, params=self.names.__contains__)
+        settings = replace(request.settings, params=self.late_names.__contains__)
         return replace(request, settings=settings)
 
     def with_zeros(self, late_norms: ClassNorms) -> ClassNorms:
@@ -319,8 +320,9 @@ def _spot_check_directions(
 ) -> Float[Tensor, "m 1 c"]:
     """Build the directions along which one sample is measured in all layers.
 
-    These are e_c - p for the predicted class c; Σ_c ±(e_c - p) over all classes, with random signs,
-    always the same; and the request's directions that are not classes.
+    These are e_c - p for the predicted class c; Σ_c ±(e_c - p), one direction that involves all
+    classes, with random signs that are always the same; and the request's directions that are not
+    classes.
 
     Args:
         z: the logits of the sample, [samples, rows, classes].
@@ -330,6 +332,7 @@ def _spot_check_directions(
     generator = torch.Generator().manual_seed(0)
     signs = (torch.randint(0, 2, p.shape[-1:], generator=generator) * 2 - 1).to(p)
     predicted_class = direction_of_class(z, z[:, 0].argmax(-1))
+    # Σ_c s_c (e_c - p) = s - p Σ_c s_c, with s the signs.
     signed_sum = (signs - p * signs.sum())[None]
     directions = [predicted_class, signed_sum]  # each [k, 1, 1, c]
     for name in names:

@@ -103,8 +103,8 @@ class ExpectedLogits:
         return cls((num_positions, num_classes), kept, logits[kept].clone())
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the logits at all positions, of which only `values` are kept."""
+    def full_nbytes(self) -> int:
+        """Bytes of the logits at all positions, whether kept or not."""
         bytes_per_position = self.values[:1].nbytes
         return bytes_per_position * self.shape[0]
 
@@ -294,7 +294,7 @@ class PositionSketchEngine:
         model, selected = request.model, request.selected
 
         def find() -> tuple[SketchProbe, JvpFunction]:
-            """Probe the model at its first, middle and last position."""
+            """Probe the model at its first, middle and last position; the logits of all are large."""
             assert isinstance(model, AtPositions)
             last = expected.shape[0] - 1  # index of the last position
             at_three = AtPositions(model.model, model.class_dim, sorted({0, last // 2, last}))
@@ -302,7 +302,8 @@ class PositionSketchEngine:
             tangents = tangents_of_model(request, probe.counted, lam, self.cache)
             return probe, find_jvp_function(probe, check_rows, tangents[0])
 
-        key = ("position push", request.rows_per_sample > 1, tuple(selected), *request.shapes)
+        is_smoothed = request.rows_per_sample > 1
+        key = ("position push", is_smoothed, tuple(selected), *request.shapes)
         probe, function = self.cache.get_or_compute(key, find)
         return probe, function, tangents_of_model(request, probe.counted, lam, self.cache)
 
@@ -369,11 +370,12 @@ def _count_tangents_per_pass(
         QualmsError: if not even one tangent fits into memory.
     """
     num_tangents = request.sketch.tangents
-    logits_bytes = plan.expected.nbytes
+    logits_bytes = plan.expected.full_nbytes
     largest_bytes = max(logits_bytes, plan.probe.largest_result)
     positions, classes = plan.expected.shape
     tangent_bytes = RESULT_COPIES * largest_bytes + held_bytes
     needs = f"the results of one input with {positions} positions and {classes} classes, and "
+    # Twice: the model's logits, and the copy that `AtPositions` may make of them.
     require_room(2 * logits_bytes + tangent_bytes, request.limit, needs + "derivatives,")
     if plan.function is not forward_mode:
         return 1

@@ -23,7 +23,7 @@ class ReferenceEngine:
     """Computes the gradients as the paper states them, one backward pass for each sample and class."""
 
     def plan(self, request: GradientRequest) -> UseOrder:
-        """Find the order in which a forward pass over the first sample uses the parameters."""
+        """Find the order in which the first sample uses the parameters: `run` sorts norms by it."""
         return use_order(request.model, request.make_rows(slice(0, 1)), request.selected)
 
     def run(self, plan: UseOrder, request: GradientRequest) -> ClassNorms:
@@ -51,7 +51,8 @@ def _measure_sample(request: GradientRequest, rows: ModelInput) -> ClassNorms:
         rows: the rows of the sample: x_0, the sample itself, and perturbed copies x_1, …, x_N.
 
     Returns:
-        Norms [1, m], with m directions, for each parameter that the logits depend on.
+        Norms [1, m], with m directions, for each parameter that the logits depend on;
+        `without_rule` is left empty.
     """
     gradients, logits = _compute_mean_gradients(request, rows)
     values: dict[str, Tensor] = {}

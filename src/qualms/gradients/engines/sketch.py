@@ -135,7 +135,7 @@ class SketchEngine:
             require_room(2 * tangent_bytes, request.limit, NEEDS, INSTEAD)
             probe, check_rows = _probe_first_rows(request)
             self.cache.keep(key, probe)
-            release_free_memory()
+            release_free_memory()  # memory that the probe used
         row_bytes = RESULTS_PER_ROW * max(1, probe.largest_result)
         # Half of the bytes of a row are copies that kernels make, which do not exist all at once.
         require_room(2 * tangent_bytes + row_bytes // 2, request.limit, NEEDS, INSTEAD)
@@ -229,7 +229,7 @@ def _count_samples_per_pass(
         probe: facts about the model.
         tangent_bytes: the bytes of one tangent.
     """
-    # Tangents that are kept take up to a quarter of the budget; one more may be drawn besides them.
+    # Whole tangents are kept, in up to a quarter of the budget; one more may be drawn besides them.
     max_kept_bytes = min(request.budget // 4, request.sketch.tangents * tangent_bytes)
     kept_bytes = max_kept_bytes // max(1, tangent_bytes) * tangent_bytes
     free_bytes = request.budget - kept_bytes - tangent_bytes
@@ -266,7 +266,7 @@ class SketchRun:
 
     @property
     def _function_key(self) -> Key:
-        """The cache key of the function that computes J s."""
+        """The cache key of the function that computes J s, by input shapes and parameters of s."""
         return ("jvp function", self.request.shapes, tuple(self.tangents.parameters))
 
     def find_function(self) -> JvpFunction:
@@ -284,7 +284,7 @@ class SketchRun:
             if self.plan.check_rows is None:
                 _, self.plan.check_rows = _probe_first_rows(self.request)
             function = find_jvp_function(self.plan.probe, self.plan.check_rows, self.tangents[0])
-            release_free_memory()
+            release_free_memory()  # memory that the checks used
             return function
 
         return self.cache.get_or_compute(self._function_key, find)
@@ -301,9 +301,9 @@ class SketchRun:
     def project_block(self, block: slice) -> tuple[Tensor, Tensor]:
         """Compute the projections [k, b, m] and the logits [b, c] of a block of b samples.
 
-        k is the number of tangents, and m the number of directions. If that fails with a function
-        that was only checked on samples of an earlier request, a function is chosen again by this
-        request's samples, and the block runs again.
+        k is the number of tangents, and m the number of directions. The function that computes J s
+        may have been checked only on samples of an earlier request. If the block then fails, it
+        runs again with a function that is checked on this request.
         """
         function = self.find_function()
         try:
@@ -337,6 +337,7 @@ class SketchRun:
             rows = self.request.make_rows(slice(start, stop))
             batches.append(self.plan.probe.reformat(rows))
         if len(batches) == 1 and num_samples(batches[0].batch) == 1:
+            # Not in the format of `batches`, which may be channels-last.
             projected = self._project_stacked(self.request.make_rows(block), function)
             if projected is not None:
                 return projected
@@ -417,8 +418,8 @@ class SketchRun:
             if results disagreed now or earlier.
         """
         key = ("stacked tangents", *self._function_key)
-        tangent_bytes = RESULTS_PER_ROW * max(1, self.plan.probe.largest_result)
-        per_pass = min(self.tangents.stack_size, self.request.budget // tangent_bytes)
+        row_bytes = RESULTS_PER_ROW * max(1, self.plan.probe.largest_result)
+        per_pass = min(self.tangents.stack_size, self.request.budget // row_bytes)
         has_agreed = self.cache.get(key, bool)  # None if it was not tried yet
         if function is not forward_mode or per_pass < 2 or has_agreed is False:
             return None

@@ -204,10 +204,10 @@ def _find_written_parameters(
 
 @contextmanager
 def isolate_forward(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of a model's modules after the forward pass inside the block.
+    """Isolate the forward pass inside the block from later ones: modules keep nothing of it.
 
     A tensor that one pass caches on a module has the graph of that pass, or none: either would be
-    wrong for the next pass. Does nothing for a model outside `preserve_state`.
+    wrong for the next pass. For a model outside `preserve_state`, modules are left as they are.
     """
     # Raise KeyboardInterrupt here if Ctrl-C was pressed since the last pass.
     interrupts.deliver()
@@ -217,6 +217,7 @@ def isolate_forward(model: nn.Module) -> Iterator[None]:
         return
     before = guard.containers.copy_dicts()
     try:
+        # The default device of the tensors that the model creates, which `preserve_state` changed.
         with nullcontext() if guard.device is None else torch.device(guard.device):
             yield
     finally:
@@ -224,7 +225,10 @@ def isolate_forward(model: nn.Module) -> Iterator[None]:
 
 
 def entry_fingerprint(model: nn.Module) -> ModelFingerprint:
-    """Return the fingerprint that a model inside `preserve_state` had on entry."""
+    """Return the fingerprint that a model inside `preserve_state` had on entry.
+
+    It tells a caller whether the model has changed since an earlier entry.
+    """
     return _guards[id(model)].fingerprint
 
 

@@ -34,8 +34,8 @@ class ModuleContainers:
         modules: all modules of a model.
 
     Attributes:
-        dicts: each module's `__dict__`, its dictionaries of parameters and buffers unless they are
-            empty, and the dictionaries among the attributes that not every module has.
+        dicts: each module's `__dict__`, its dictionaries of parameters and buffers, and the
+            dictionaries among the attributes that not every module has.
         other_containers: the lists, sets and deques among the attributes.
         tensors: the tensors among the attributes that are neither parameters nor buffers.
     """
@@ -47,7 +47,7 @@ class ModuleContainers:
             if isinstance(m, torch.jit.ScriptModule):
                 # Its attributes are not Python objects. Its buffers are copied by the caller.
                 continue
-            self.dicts += [d for d in (vars(m), m._parameters, m._buffers) if d]
+            self.dicts += [vars(m), m._parameters, m._buffers]
             for name, value in vars(m).items():
                 if name not in ATTRIBUTES_OF_EVERY_MODULE:
                     attributes.append(value)

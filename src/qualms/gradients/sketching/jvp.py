@@ -65,9 +65,9 @@ def forward_mode(
         is_stacked: whether `tangent` holds k tangents, [k, …] for each parameter; logits and
             derivative are then [k, rows, c].
     """
-    images = batch_tensors(model_input.batch)[0]  # if the model takes images at all
+    first_input = batch_tensors(model_input.batch)[0]
     nbytes = sum(s.nbytes for s in tangent.values())
-    to_channels_last = _is_channels_last(images) and nbytes <= MAX_FORMATTED_BYTES
+    to_channels_last = _is_channels_last(first_input) and nbytes <= MAX_FORMATTED_BYTES
 
     def reformat(t: Tensor) -> Tensor:
         """Copy the weight of a convolution, or its tangent, to channels-last if the images are."""
@@ -116,10 +116,10 @@ def _is_channels_last(x: Tensor) -> bool:
 
 @torch.no_grad()
 def central_difference(model: nn.Module, model_input: ModelInput, tangent: Tangent) -> Jvp:
-    """Approximate J s by (z(θ + εs) - z(θ - εs)) / 2ε, in double precision.
+    """Compute the logits z(θ), and approximate J s by (z(θ + εs) - z(θ - εs)) / 2ε.
 
-    z(θ) are the logits at the weights θ, and J is their Jacobian. Takes three passes: the logits
-    z(θ) are returned too.
+    θ are the weights, and J is the Jacobian of the logits. All three passes run in double
+    precision, as the difference cancels most digits of the logits.
 
     Args:
         model: the model, inside `preserve_state`.
@@ -212,6 +212,7 @@ class LogitsAt:
         for name_in_wrapper, name_in_model in self.names:
             if name_in_model in values:
                 replacements[name_in_wrapper] = values[name_in_model]
+        # `names` lists every name of a tied tensor; `tie_weights=True` may miss one.
         logits: Tensor = torch.func.functional_call(
             self.wrapper,
             replacements,
@@ -249,8 +250,8 @@ class ConstantPadding(CallMode):
     Args:
         record: a list to which the outputs of embeddings with padding are appended; None if they
             are not recorded.
-        constants: recorded outputs, from which the values at padding are taken; by default those of
-            the current output, detached.
+        constants: recorded outputs, one for each call in order, from which the values at padding
+            are taken; by default those of the current output, detached.
     """
 
     def __init__(
@@ -374,6 +375,7 @@ class Attention(torch.autograd.Function):
             The tangents of the two results of `forward`.
         """
         q, k, v, o, probs = ctx.saved_tensors
+        # dS is the product left · rightᵀ.
         left = torch.cat([dq * ctx.scale, q * ctx.scale], -1)
         right = torch.cat([k, dk], -1)
         a = probs * (left @ right.mT)
@@ -396,6 +398,7 @@ class DifferentiableAttention(CallMode):
         mask = arguments.get("attn_mask")
         # A floating-point mask may have a tangent, for which `Attention` has no derivative.
         is_additive = mask is not None and mask.is_floating_point()
+        # `Attention` also has no dropout, and takes matrices of queries.
         if arguments.get("dropout_p") or q.ndim < 2 or is_additive:
             return run_function(func, args, kwargs)
         # Grouped queries: several query heads share a head of keys and values.

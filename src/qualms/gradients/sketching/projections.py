@@ -63,6 +63,7 @@ class Projections:
         k = len(self.values)
         t_squared = self.values[j].square()
         norm_squared = norms.square()
+        # γ² is the mean of k squares, so t causes the error (t² - γ²) / k of γ², and 1 / 2γ of it in γ.
         if self.distribution == "normal":
             return norms * (t_squared / norm_squared.clamp_min(TINY) - 1) / (2 * k)
         total = (t_squared + norm_squared).clamp_min(TINY)
@@ -88,7 +89,7 @@ class Projections:
         return variance.sqrt()
 
     def error(self, norms: Float[Tensor, "b m"]) -> Float[Tensor, "b m"]:
-        """Compute the standard error of each of the estimated norms that are passed."""
+        """Compute the standard errors of estimated norms, from the influence of each tangent."""
         variance = torch.zeros_like(norms)
         for j in range(len(self.values)):
             variance = variance + self.influence(norms, j).square()

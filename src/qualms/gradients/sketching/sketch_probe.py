@@ -79,6 +79,7 @@ class CheckRows:
     def __iter__(self) -> Iterator[tuple[ModelInput, dict[str, Tensor]]]:
         """Iterate over the rows, each with its gradient along a random direction of the logits."""
         for i, row in enumerate(self.rows):
+            # Empty if the gradients take too much memory to keep.
             if self.gradients:
                 yield row, self.gradients[i]
                 continue
@@ -122,7 +123,7 @@ def probe_rows(
         Facts about the model; and the rows that were run, with their gradients.
 
     Raises:
-        QualmsError: if a second run of a row gives other logits, or no row uses any of the selected
+        QualmsError: if a second run of a row gives other logits, or no row can use any of the selected
             parameters.
     """
     first = FirstSample.of(model, model_input, selected)
@@ -144,7 +145,7 @@ def probe_rows(
         # Free its memory before the next row runs, unless the list keeps it.
         del gradient
     if not used_names:
-        # Raises the error.
+        # An error, unless other rows may use some.
         require_uses_that_vary(model, model_input)
     check_rows = CheckRows(model, [first.rows, *other_rows], selected, gradients)
     probe = _trace_first_row(first, model_input, selected, used_names, model)
@@ -411,12 +412,14 @@ def _require_independent_rows(
         together: the logits and J s of all rows in one batch.
     """
     precision = together.logits.dtype
+    # The model may cast to a coarser dtype than that of its logits.
     if function is forward_mode:
         precision = coarser(precision, probe.precision)
     # One row at a time, or two halves of the batch.
     num_groups = None if probe.compare_alone else 2
     run_in_groups = _wrap_in_groups(function, num_groups)
     in_groups = run_in_groups(model, model_input, tangent)
+    # If a row changes from run to run, the other rows are not to blame.
     if probe.compare_alone:
         _require_repeatable_rows(model, model_input)
     is_same = same_products(in_groups, together, precision)

@@ -72,7 +72,8 @@ class TangentDistribution:
         tangent: Tangent = {}
         for names, weight in self.layers:
             scale = weight
-            # A normal number divided by another one is Cauchy; the layer shares the divisor.
+            # A normal number divided by another one is Cauchy. One divisor for the layer makes its
+            # projection Cauchy with scale ‖g_l‖; for L1, `_fill` draws Cauchy numbers instead.
             if self.projection_distribution == "cauchy" and not self.is_l1:
                 # No parameter has this name, so the number is independent of all entries.
                 noise = _generator(self.seed, f"{min(names)} in common", index)
@@ -103,7 +104,7 @@ class TangentDistribution:
             entries.copy_(normal.mul_(scale))
 
     def _allocate(self, name: str) -> Tensor:
-        """Allocate a contiguous tensor for a tangent's entries for one parameter."""
+        """Allocate a tensor for a tangent's entries for one parameter, as `write_signs` needs it."""
         return torch.empty_like(self.parameters[name], memory_format=torch.contiguous_format)
 
 
@@ -205,6 +206,7 @@ def tangents_of_layers(
         room: bytes of tangents that may be kept.
     """
     is_l1 = request.settings.norm == "l1"
+    # Scales of Cauchy numbers add up: to Σ|g|, or to the sum of the layers' norms.
     distribution: Distribution = "cauchy" if is_l1 or add_norms else "normal"
     parameters: dict[str, Tensor] = {}
     for names, _ in layers:
@@ -246,6 +248,7 @@ def tangents_of_model(
         weights = layer_weights(len(layers), lam or 0.0).tolist()
         weighted_layers = list(zip(layers.values(), weights, strict=True))
         sketch = settings.sketch or Sketch()
+        # Without λ there is one norm, that of the whole gradient: nothing to add.
         add_norms = sketch.combine == "sum" and lam is not None
         cached = [entry for entry in cache.entries.values() if isinstance(entry, Tangents)]
         cached_bytes = sum(tangents.nbytes for tangents in cached)
@@ -268,6 +271,7 @@ def write_signs(entries: Tensor, scale: float, noise: torch.Generator) -> None:
     """
     num_words = -(-entries.numel() // 64)  # a word has 64 bits, one for each sign; rounded up
     words = torch.empty(num_words, dtype=torch.int64)
+    # From the smallest int64 to the largest: all 64 bits are random.
     words.random_(-(2**63), None, generator=noise)
     random_bytes = words.view(torch.uint8).int().to(entries.device)
     # Row i has the bits of byte i, [256, 8]; then the eight entries ±scale that they stand for.
