@@ -199,6 +199,7 @@ def _count_inputs(x: Any) -> int | None:
     """Return the number of inputs in `x`, as `score` takes it; None if it is not known yet."""
     try:
         if isinstance(x, DataLoader):
+            # The sampler may leave out or repeat inputs of the dataset.
             return len(x.sampler)  # type: ignore[arg-type]
         if isinstance(x, (Tensor, np.ndarray, Dataset)):
             return len(x)  # type: ignore[arg-type]

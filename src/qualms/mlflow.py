@@ -90,7 +90,7 @@ def _hash_rows(x: torch.Tensor) -> list[int]:
     Args:
         x: The inputs as the network takes them, [n, ...].
     """
-    # The bytes of each row.
+    # The bytes of each row, [n, bytes].
     rows = x.reshape(len(x), -1).contiguous().view(torch.uint8).numpy()
     return [hash_array(row) for row in rows]
 

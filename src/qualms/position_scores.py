@@ -223,7 +223,7 @@ class PositionScorer:
         # Has the logits' dtype and device, but does not keep their memory.
         like = flat[:1].clone()
         dtype = at_least_float32(like).dtype
-        # Frees memory: passes of the sketch compute logits again.
+        # Frees memory for the passes of the sketch; the logits are computed again below.
         del logits, flat
         for smooth, lam in groups_of(self.methods):
             sums = self._sum_tangents(sample, number, (smooth, lam), targets, expected, like)
@@ -291,7 +291,7 @@ class PositionScorer:
             sample.batch,
             [number],
             settings,
-            Directions(()),
+            Directions(()),  # none: the sketch at positions draws random tangents
             smooth,
         )
         engine = PositionSketchEngine(context.cache)

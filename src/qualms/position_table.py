@@ -51,6 +51,7 @@ class PositionTable:
             top = p.topk(min(TOP_CLASSES, logits.shape[1]))
             probs.append(top.values)
             classes.append(top.indices)
+        # One row is enough to learn the dtype.
         dtype = at_least_float32(logits[:1]).dtype
         return cls(torch.cat(probs).to(dtype), torch.cat(classes), scores={}, errors={})
 
@@ -165,4 +166,5 @@ def log_probs_of_targets(
         log_p = log_softmax(logits[block].double())
         parts.append(log_p.gather(-1, class_indices)[:, 0])
     log_probs = torch.where(targets >= 0, torch.cat(parts), torch.nan)
+    # One row is enough to learn the dtype.
     return log_probs.to(at_least_float32(logits[:1]).dtype)

@@ -105,7 +105,7 @@ class Scored:
             )
         scores = self._first_scores
         percentiles = self.threshold.percentile(scores).view(scores.shape)
-        # A masked position has no percentile.
+        # `Threshold.percentile` gives a masked position, whose score is NaN, 100.
         return percentiles.masked_fill(scores.isnan().to(percentiles.device), torch.nan)
 
     @property

@@ -86,7 +86,7 @@ def select(
     if diversity is not None:
         _require_diversity(diversity, pool, parsed, options.get("norm", "l2"))
     if isinstance(pool, Tensor):
-        # Checked now, since scoring may take long. The size of other pools is known only then.
+        # Checked now, since scoring may take long. Other pools are counted while they are scored.
         _require_size(k, len(pool))
     # `score` converts noise by `pixel_std` itself, so it gets the method as the user passed it.
     scores = score(model, pool, method, progress=progress, **options)
@@ -94,7 +94,7 @@ def select(
     _require_size(k, len(order))
     if diversity is None or not isinstance(parsed, GradientScore):
         return order[:k]
-    # Without 1e-9, rounding would turn 1.1 * 10 into 12.
+    # 1.1 * 10 is slightly above 11 in floating point, and would be rounded up to 12.
     num_candidates = max(k, math.ceil(diversity * k - 1e-9))
     candidates = order[:num_candidates]
     settings = Settings(
@@ -206,6 +206,7 @@ def gradient_features(
                 projections = weights * projected.values / math.sqrt(len(projected.values))
                 feature_blocks.append(projections.movedim(0, -1).flatten(1).float())
             computed_indices += indices
+    # From the order of the computation to the order of `chosen`.
     row_of_index = {index: row for row, index in enumerate(computed_indices)}
     return torch.cat(feature_blocks)[[row_of_index[index] for index in chosen]]
 

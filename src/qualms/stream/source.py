@@ -157,6 +157,7 @@ def open_source(
         return _npz_source(data, files[0], transform)
     if files and files[0].is_dir():
         return _folder_source(list_folder(files[0], "test"), reader)
+    # A dataset, or a file that is loaded as a whole.
     return _memory_source(data, load(data, root, transform=transform, strict=strict))
 
 
@@ -373,7 +374,10 @@ def _folder_source(listing: Listing, reader: _FileReader) -> Source:
 
 
 def _list_split(listing: Listing) -> Iterator[File]:
-    """List some files of a folder; runs on any machine of a cluster.
+    """Return the images of one split of a folder; called on any machine of a cluster.
+
+    Args:
+        listing: the folder with the files of this split alone.
 
     Raises:
         QualmsError: if this machine does not have the folder.
@@ -414,7 +418,7 @@ def _npz_source(data: str, path: Path, transform: ImageTransform | None) -> Sour
 
 
 def _transform_batch(images: Images, transform: ImageTransform | None) -> ImageBatch:
-    """Apply a transform, or None for none, to images in memory, and return them as a batch."""
+    """Return images in memory as a batch, after the transform if there is one."""
     transformed = images if transform is None else transform.apply(images)
     return ImageBatch(len(images), transformed)
 

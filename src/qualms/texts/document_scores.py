@@ -41,8 +41,8 @@ def score_documents(
 
     A document that exceeds the context is read in overlapping windows. Each window begins half a
     window after the one before, so that a token is scored after reading at least half a window, and
-    each token is scored once. Such a document has no `sequence`, which takes all of its tokens at
-    once.
+    each token is scored once. Such a document has no `sequence`: this norm of the whole text's
+    gradient needs all tokens in one window.
 
     Args:
         language_model: the model and the tokenizer that read the documents.

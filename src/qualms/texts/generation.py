@@ -62,7 +62,8 @@ def _continue(
     """
     tokenizer = language_model.tokenizer
     text = encode(language_model, document)
-    # How many tokens of the text fit into the context, with the others; at least one is read.
+    # How many tokens of the text fit into the context with the new ones, and with those that the
+    # tokenizer adds in front. At least one is read.
     room = reading_width(language_model) - new_tokens - text.lead
     last_tokens = _tokens_of_text(text)[-max(room, 1) :]
     prompt = [*text.ids[: text.lead], *last_tokens]
