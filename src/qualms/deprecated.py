@@ -63,7 +63,7 @@ class RenamedAttribute:
         self._old = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        """Warn, and return the attribute that has the new name; from the class if that was asked."""
+        """Warn, and return the attribute of the new name, of the instance or else the class."""
         warn_renamed(f"{owner.__name__}.{self._old}", f"{owner.__name__}.{self._new}")
         return getattr(owner if instance is None else instance, self._new)
 

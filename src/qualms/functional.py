@@ -189,7 +189,7 @@ def _score_all(scorer: Scorer, x: Any, progress: Progress) -> dict[str, Float[Te
 
 
 def _split(x: Any) -> Any:
-    """Split one large array into batches, so that progress is reported; return others unchanged."""
+    """Split an array into batches, after each of which progress is reported; return others as is."""
     if not isinstance(x, (Tensor, np.ndarray)) or x.ndim == 0 or len(x) <= DATASET_BATCH:
         return x
     return [x[start : start + DATASET_BATCH] for start in range(0, len(x), DATASET_BATCH)]

@@ -45,7 +45,12 @@ def save_model(scorer: Scorer, path: str | Path, **more: Any) -> None:
         # MLflow copies this file into the model's folder.
         file = Path(folder) / PICKLE_NAME
         file.write_bytes(cloudpickle.dumps(scorer))
-        pyfunc.save_model(path=str(path), loader_module=__name__, data_path=str(file), **arguments)
+        pyfunc.save_model(
+            path=str(path),
+            loader_module=__name__,
+            data_path=str(file),
+            **arguments,
+        )
 
 
 class ScorerModel:

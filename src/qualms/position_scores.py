@@ -141,6 +141,7 @@ class PositionScorer:
             name: the name of the method.
             errors: the standard errors of the method's scores.
         """
+        # Also where an estimate has no error, as for a gradient that is zero.
         is_sketch = self.model_context.settings.sketch is not None
         if is_sketch and isinstance(self.methods[name], GradientScore):
             return True
@@ -227,8 +228,8 @@ class PositionScorer:
         del logits, flat
         for smooth, lam in groups_of(self.methods):
             sums = self._sum_tangents(sample, number, (smooth, lam), targets, expected, like)
-            flat_again = self._compute_logits(sample).flatten(0, -2)
-            for name, (values, errors) in sums.scores(flat_again).items():
+            flat_logits = self._compute_logits(sample).flatten(0, -2)
+            for name, (values, errors) in sums.scores(flat_logits).items():
                 table.scores[name] = values
                 table.errors[name] = errors.to(dtype)
             # The one group whose tangents also measure the gradient of the targets' likelihood.
@@ -304,7 +305,10 @@ class PositionScorer:
         return sums
 
     def _score_chosen(
-        self, sample: SampleAlone, number: int, notes: dict[str, str]
+        self,
+        sample: SampleAlone,
+        number: int,
+        notes: dict[str, str],
     ) -> PositionTable:
         """Score one input at a few positions; at each, the model is treated as a classifier.
 

@@ -197,7 +197,14 @@ class Scorer:
         Returns:
             The scores by method, with predictions; see `Scored`.
         """
-        parts = self.stream(x, first, numbers, mask=mask, targets=targets, spans=spans)
+        parts = self.stream(
+            x,
+            first,
+            numbers,
+            mask=mask,
+            targets=targets,
+            spans=spans,
+        )
         return Scored.concatenate(parts)
 
     def stream(

@@ -172,7 +172,11 @@ def _require_size(k: int, num_inputs: int) -> None:
 
 
 def gradient_features(
-    model: nn.Module, pool: Any, chosen: Sequence[int], method: GradientScore, settings: Settings
+    model: nn.Module,
+    pool: Any,
+    chosen: Sequence[int],
+    method: GradientScore,
+    settings: Settings,
 ) -> Float[Tensor, "n f"]:
     """Compute a feature vector for each chosen input, such that distances between the vectors
     estimate distances between the inputs' gradients.
@@ -212,7 +216,9 @@ def gradient_features(
 
 
 def _gather_by_shape(
-    pool: Any, model: nn.Module, chosen: set[int]
+    pool: Any,
+    model: nn.Module,
+    chosen: set[int],
 ) -> Iterator[tuple[list[int], Batch]]:
     """Collect the chosen inputs of a pool, and join those of equal shapes to one batch.
 

@@ -246,6 +246,7 @@ class Threshold:
         # Not isinstance: True would count as an int. Counts fit into 64 bits.
         if type(samples) is not int or not 0 <= samples < 2**63:
             raise ValueError("samples is not a count")
+        # The rule is printed as a part of one line.
         if not isinstance(rule, str) or not rule.isprintable() or not rule.split():
             raise ValueError("rule is not a string")
         reference = tuple(finite_float(score) for score in values.get("reference", ()))
@@ -305,7 +306,9 @@ def _next_below(limit: float, dtype: torch.dtype) -> float:
 
 
 def _find_highest_within_risk(
-    sorted_scores: Float[Tensor, " n"], mistakes: Float[Tensor, " n"], risk: float
+    sorted_scores: Float[Tensor, " n"],
+    mistakes: Float[Tensor, " n"],
+    risk: float,
 ) -> float:
     """Find the highest score such that at most a share `risk` of the inputs up to it is wrong.
 
@@ -425,7 +428,10 @@ def _choose_ranks(n: int, risk: float, confidence: float) -> list[int]:
 
 
 def _explain_missing_labels(
-    candidates: list[_Candidate], n: int, risk: float, failure_probability: float
+    candidates: list[_Candidate],
+    n: int,
+    risk: float,
+    failure_probability: float,
 ) -> str:
     """Explain why no limit has the guarantee, and about how many labels it would take.
 

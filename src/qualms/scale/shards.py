@@ -159,7 +159,7 @@ class _ShardSink:
 
 
 def _finish(folder: Path, about: dict[str, Any], expected: int) -> Done:
-    """Complete the folder: write the list of rejected images, and the manifest with all counts.
+    """Collect the rejected images of all shards, and complete the folder; see `finish`.
 
     Args:
         folder: The folder of the shards.

@@ -246,7 +246,10 @@ class InputBatches:
 
 
 def _match_classes(
-    image_classes: Sequence[str], names: Sequence[str], source: str, network: str
+    image_classes: Sequence[str],
+    names: Sequence[str],
+    source: str,
+    network: str,
 ) -> list[int]:
     """Find the network's class index for each class of some images, by name.
 

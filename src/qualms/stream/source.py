@@ -178,9 +178,11 @@ def _find_files(data: str, root: Path | None) -> list[Path]:
     path = find_data_path(data, datasets_root(root))
     if path is not None:
         return [path]
+    if not glob.has_magic(data):  # no pattern
+        return []
     for pattern in (data, str(datasets_root(root) / data)):
         matches = sorted(map(Path, glob.glob(pattern)))
-        if matches and glob.has_magic(data):
+        if matches:
             return matches
     return []
 
@@ -250,7 +252,9 @@ def _parquet_source(files: list[Path], reader: _FileReader) -> Source:
 
 
 def _parquet_rows_from(
-    paths: list[Path], rows_per_file: Sequence[int], start: int
+    paths: list[Path],
+    rows_per_file: Sequence[int],
+    start: int,
 ) -> Iterator[File]:
     """Yield the images of .parquet files, file by file, from a position on.
 
@@ -358,7 +362,11 @@ def _folder_source(listing: Listing, reader: _FileReader) -> Source:
         for start in range(0, len(files), SPLIT_FILES):
             split_files = _absolute(files[start : start + SPLIT_FILES])
             listing_of_split = Listing(
-                path=folder.absolute(), files=split_files, labels=None, classes=(), other_files=[]
+                path=folder.absolute(),
+                files=split_files,
+                labels=None,
+                classes=(),
+                other_files=[],
             )
             file_listers.append(partial(_list_split, listing_of_split))
         return file_listers
@@ -466,8 +474,8 @@ def _read_ahead(readers: Iterable[Reader]) -> Generator[ImageBatch]:
 def _id_prefixes(paths: list[Path]) -> dict[Path, str]:
     """Return what the ids of each file's images begin with, by the path of the file.
 
-    It is the file's relative name and a space, so that ids from different files differ; or nothing
-    if there is a single file.
+    It is the file's name below the folder of all files, and a space, so that ids from different
+    files differ. For a single file it is empty.
     """
     if len(paths) == 1:
         return {paths[0]: ""}
@@ -480,7 +488,10 @@ def _absolute(paths: list[Path]) -> list[Path]:
 
 
 def _relative_names(files: list[Path], folder: Path | None = None) -> dict[Path, str]:
-    """Return the path of each file relative to `folder`, or else to the closest common folder."""
+    """Name each file by its path below `folder`, or else below the closest folder of all files.
+
+    The names stay the same if all files are moved together.
+    """
     common = folder or os.path.commonpath([file.parent for file in files])
     return {file: file.relative_to(common).as_posix() for file in files}
 

@@ -57,7 +57,13 @@ def score_documents(
         progress: called with ("tokens scored", done, total) after each call of the scorer.
     """
     window_size = reading_width(language_model, context)
-    scorer = Scorer(language_model.model, methods, class_dim=-1, engine=engine, seed=seed)
+    scorer = Scorer(
+        language_model.model,
+        methods,
+        class_dim=-1,
+        engine=engine,
+        seed=seed,
+    )
     partials = [_PartialDocument(encode(language_model, document)) for document in documents]
     pending: list[tuple[_PartialDocument, Window]] = []
     for partial in partials:
@@ -159,6 +165,7 @@ class _PartialDocument:
     @property
     def is_complete(self) -> bool:
         """Whether all tokens have scores."""
+        # `add_window` extends all lists by the same tokens.
         return len(self.next_log_probs) == len(self.text.ids)
 
     def add_window(

@@ -76,7 +76,8 @@ def _continue(
         )
         return decoded
 
-    # The new tokens are decoded with the prompt, since a token's text can depend on those before.
+    # Decoded with the prompt, which is then cut off, since a token's text can depend on those
+    # before it.
     continuation = decode(all_tokens)[len(decode(prompt)) :]
     # The last token may end within the bytes of a character, which is then decoded as U+FFFD.
     return continuation.rstrip("\ufffd")
