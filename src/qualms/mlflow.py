@@ -26,7 +26,7 @@ def save_model(scorer: Scorer, path: str | Path, **more: Any) -> None:
 
     The loaded model's `predict` takes the same inputs as the scorer, such as an array, or a table
     of numbers with a row for each input. It returns a pandas table as `Scored.to_pandas` does.
-    Random draws follow the numbers of an input, so a row has the same score at any position.
+    Random draws are seeded by a row's values, so a row has the same score at any position.
     Loading unpickles the scorer: only load models that you trust.
 
     Args:

@@ -220,12 +220,14 @@ class PositionScorer:
         table.scores.update(logit_scores(self.methods, flat, self.model_context))
         if targets is not None:
             table = replace(table, target_log_probs=log_probs_of_targets(flat, targets))
+        # A summary, which the engine compares with the logits that it computes.
         expected = ExpectedLogits.of(flat)
         # Has the logits' dtype and device, but does not keep their memory.
         like = flat[:1].clone()
         dtype = at_least_float32(like).dtype
         # Frees memory for the passes of the sketch; the logits are computed again below.
         del logits, flat
+        # Scores with the same smoothing and layer weight λ share their passes.
         for smooth, lam in groups_of(self.methods):
             sums = self._sum_tangents(sample, number, (smooth, lam), targets, expected, like)
             flat_logits = self._compute_logits(sample).flatten(0, -2)

@@ -124,7 +124,8 @@ def describe_scores(
     if settings.sketch is not None:
         engine = repr(settings.sketch)
     if not isinstance(method, GradientScore) and engine in ("auto", "exact"):
-        # A method that is no gradient score uses no engine, or always the exact one.
+        # No engine has to be chosen for a method that is no gradient score: it uses none, or always
+        # the exact one.
         engine, tolerance = "exact", 0.0
     params = None
     if settings.params is not None:

@@ -199,7 +199,7 @@ def gradient_features(
     # The indices in the pool whose features are computed, in the order of the computation.
     computed_indices: list[int] = []
     feature_blocks: list[Tensor] = []
-    cache = PlanCache()
+    cache = PlanCache()  # what the engine learns about the model on the first batch
     directions = Directions((method.direction,))
     with preserve_state(model) as inner:
         for indices, batch in _gather_by_shape(pool, inner, set(chosen)):

@@ -155,7 +155,7 @@ def filter_rejections(rejected: list[Rejected], folder: Path) -> list[Rejected]:
     rejected_by_id = {image.id: image for image in rejected}
     for shard in shards_in(folder):
         for image_id in column(shard, "id").to_pylist():
-            # None: most images with scores were never rejected.
+            # The default None, since most images were never rejected.
             rejected_by_id.pop(image_id, None)
     return list(rejected_by_id.values())
 

@@ -241,8 +241,8 @@ class InputBatches:
 
     def __iter__(self) -> Iterator[Float[Tensor, "n c h w"]]:
         """Yield the inputs of `FORWARD_BATCH` images at a time; the last batch may be smaller."""
-        for index in torch.arange(len(self.images)).split(FORWARD_BATCH):
-            yield self.network.inputs(self.images.take(index))
+        for indices in torch.arange(len(self.images)).split(FORWARD_BATCH):
+            yield self.network.inputs(self.images.take(indices))
 
 
 def _match_classes(

@@ -143,17 +143,17 @@ def open_source(
     """
     files = _find_files(data, root)
     reader = _FileReader(data, transform, strict)
-    kinds = {file.suffix.lower() for file in files}
-    if kinds == {".parquet"}:
+    suffixes = {file.suffix.lower() for file in files}
+    if suffixes == {".parquet"}:
         return _parquet_source(files, reader)
-    if kinds == {".tar"}:
+    if suffixes == {".tar"}:
         return _tar_source(files, reader)
     if len(files) > 1:
         raise QualmsError(
             f"{data} matches {files[0].name} and {len(files) - 1} more; a pattern must match only "
             ".parquet or only .tar files."
         )
-    if kinds == {".npz"}:
+    if suffixes == {".npz"}:
         return _npz_source(data, files[0], transform)
     if files and files[0].is_dir():
         return _folder_source(list_folder(files[0], "test"), reader)
@@ -243,7 +243,7 @@ def _parquet_source(files: list[Path], reader: _FileReader) -> Source:
 
     return Source(
         name=reader.name,
-        classes=classes[0],
+        classes=classes[0],  # the files are taken to be parts of one dataset
         fingerprint=_fingerprint(files),
         count=sum(rows_per_file),
         readers=readers,
@@ -298,12 +298,13 @@ def _parquet_rows(path: Path, prefix: str, start: int, end: int) -> Iterator[Fil
         end: the row after the last row.
     """
     # `iter_parquet_files` yields lists of `BATCH` rows up to the end of the file.
+    row = start
     for files in iter_parquet_files(path, start, BATCH, prefix):
         for file in files:
-            if start == end:
+            if row == end:
                 return
             yield file
-            start += 1
+            row += 1
 
 
 def _tar_source(files: list[Path], reader: _FileReader) -> Source:
