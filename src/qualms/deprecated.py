@@ -56,12 +56,14 @@ class RenamedAttribute:
 
     def __init__(self, new: str) -> None:
         self._new = new
-        self._old = ""
+        self._old = ""  # known from `__set_name__` on
 
     def __set_name__(self, owner: type, name: str) -> None:
+        """Remember the former name, which Python passes when it creates the class."""
         self._old = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
+        """Warn, and return the attribute of the new name, of the instance or else the class."""
         warn_renamed(f"{owner.__name__}.{self._old}", f"{owner.__name__}.{self._new}")
         return getattr(owner if instance is None else instance, self._new)
 

@@ -189,7 +189,7 @@ def _score_all(scorer: Scorer, x: Any, progress: Progress) -> dict[str, Float[Te
 
 
 def _split(x: Any) -> Any:
-    """Split one large array into batches, so that progress is reported; return others unchanged."""
+    """Split an array into batches, after each of which progress is reported; return others as is."""
     if not isinstance(x, (Tensor, np.ndarray)) or x.ndim == 0 or len(x) <= DATASET_BATCH:
         return x
     return [x[start : start + DATASET_BATCH] for start in range(0, len(x), DATASET_BATCH)]
@@ -199,6 +199,7 @@ def _count_inputs(x: Any) -> int | None:
     """Return the number of inputs in `x`, as `score` takes it; None if it is not known yet."""
     try:
         if isinstance(x, DataLoader):
+            # The sampler may leave out or repeat inputs of the dataset.
             return len(x.sampler)  # type: ignore[arg-type]
         if isinstance(x, (Tensor, np.ndarray, Dataset)):
             return len(x)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ def save_model(scorer: Scorer, path: str | Path, **more: Any) -> None:
 
     The loaded model's `predict` takes the same inputs as the scorer, such as an array, or a table
     of numbers with a row for each input. It returns a pandas table as `Scored.to_pandas` does.
-    Random draws follow the numbers of an input, so a row has the same score at any position.
+    Random draws are seeded by a row's values, so a row has the same score at any position.
     Loading unpickles the scorer: only load models that you trust.
 
     Args:
@@ -45,7 +45,12 @@ def save_model(scorer: Scorer, path: str | Path, **more: Any) -> None:
         # MLflow copies this file into the model's folder.
         file = Path(folder) / PICKLE_NAME
         file.write_bytes(cloudpickle.dumps(scorer))
-        pyfunc.save_model(path=str(path), loader_module=__name__, data_path=str(file), **arguments)
+        pyfunc.save_model(
+            path=str(path),
+            loader_module=__name__,
+            data_path=str(file),
+            **arguments,
+        )
 
 
 class ScorerModel:
@@ -90,7 +95,7 @@ def _hash_rows(x: torch.Tensor) -> list[int]:
     Args:
         x: The inputs as the network takes them, [n, ...].
     """
-    # The bytes of each row.
+    # The bytes of each row, [n, bytes].
     rows = x.reshape(len(x), -1).contiguous().view(torch.uint8).numpy()
     return [hash_array(row) for row in rows]
 

@@ -141,6 +141,7 @@ class PositionScorer:
             name: the name of the method.
             errors: the standard errors of the method's scores.
         """
+        # Also where an estimate has no error, as for a gradient that is zero.
         is_sketch = self.model_context.settings.sketch is not None
         if is_sketch and isinstance(self.methods[name], GradientScore):
             return True
@@ -219,16 +220,18 @@ class PositionScorer:
         table.scores.update(logit_scores(self.methods, flat, self.model_context))
         if targets is not None:
             table = replace(table, target_log_probs=log_probs_of_targets(flat, targets))
+        # A summary, which the engine compares with the logits that it computes.
         expected = ExpectedLogits.of(flat)
         # Has the logits' dtype and device, but does not keep their memory.
         like = flat[:1].clone()
         dtype = at_least_float32(like).dtype
-        # Frees memory: passes of the sketch compute logits again.
+        # Frees memory for the passes of the sketch; the logits are computed again below.
         del logits, flat
+        # Scores with the same smoothing and layer weight λ share their passes.
         for smooth, lam in groups_of(self.methods):
             sums = self._sum_tangents(sample, number, (smooth, lam), targets, expected, like)
-            flat_again = self._compute_logits(sample).flatten(0, -2)
-            for name, (values, errors) in sums.scores(flat_again).items():
+            flat_logits = self._compute_logits(sample).flatten(0, -2)
+            for name, (values, errors) in sums.scores(flat_logits).items():
                 table.scores[name] = values
                 table.errors[name] = errors.to(dtype)
             # The one group whose tangents also measure the gradient of the targets' likelihood.
@@ -291,7 +294,7 @@ class PositionScorer:
             sample.batch,
             [number],
             settings,
-            Directions(()),
+            Directions(()),  # none: the sketch at positions draws random tangents
             smooth,
         )
         engine = PositionSketchEngine(context.cache)
@@ -304,7 +307,10 @@ class PositionScorer:
         return sums
 
     def _score_chosen(
-        self, sample: SampleAlone, number: int, notes: dict[str, str]
+        self,
+        sample: SampleAlone,
+        number: int,
+        notes: dict[str, str],
     ) -> PositionTable:
         """Score one input at a few positions; at each, the model is treated as a classifier.
 

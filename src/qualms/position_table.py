@@ -51,6 +51,7 @@ class PositionTable:
             top = p.topk(min(TOP_CLASSES, logits.shape[1]))
             probs.append(top.values)
             classes.append(top.indices)
+        # One row is enough to learn the dtype.
         dtype = at_least_float32(logits[:1]).dtype
         return cls(torch.cat(probs).to(dtype), torch.cat(classes), scores={}, errors={})
 
@@ -86,33 +87,35 @@ class PositionTable:
 
     @classmethod
     def join(
-        cls, tables: "Sequence[PositionTable]", join: Callable[[list[Tensor]], Tensor]
+        cls,
+        tables: "Sequence[PositionTable]",
+        combine: Callable[[list[Tensor]], Tensor],
     ) -> "PositionTable":
         """Join the tables of several inputs, or of several positions of one input, into one table.
 
         Args:
             tables: tables with the scores of the same methods.
-            join: `torch.stack` for the tables of several inputs, or `torch.cat` for those of
+            combine: `torch.stack` for the tables of several inputs, or `torch.cat` for those of
                 several positions of one input.
         """
 
-        def join_optional(parts: Iterable[Tensor | None]) -> Tensor | None:
+        def combine_optional(parts: Iterable[Tensor | None]) -> Tensor | None:
             """Join an optional field of all tables; None if no table has it."""
             present = [part for part in parts if part is not None]
-            return join(present) if present else None
+            return combine(present) if present else None
 
         scores: dict[str, Tensor] = {}
         errors: dict[str, Tensor] = {}
         for name in tables[0].scores:
-            scores[name] = join([t.scores[name] for t in tables])
-            errors[name] = join([t.errors[name] for t in tables])
+            scores[name] = combine([t.scores[name] for t in tables])
+            errors[name] = combine([t.errors[name] for t in tables])
         return cls(
-            join([t.probs for t in tables]),
-            join([t.classes for t in tables]),
+            combine([t.probs for t in tables]),
+            combine([t.classes for t in tables]),
             scores,
             errors,
-            join_optional(t.target_log_probs for t in tables),
-            join_optional(t.sequence for t in tables),
+            combine_optional(t.target_log_probs for t in tables),
+            combine_optional(t.sequence for t in tables),
         )
 
 
@@ -140,7 +143,8 @@ def flatten_targets(targets: Int[Tensor, "..."], shape: torch.Size) -> Int[Tenso
 
 
 def log_probs_of_targets(
-    logits: Float[Tensor, "t c"], targets: Int[Tensor, " t"]
+    logits: Float[Tensor, "t c"],
+    targets: Int[Tensor, " t"],
 ) -> Float[Tensor, " t"]:
     """Compute log p of the target at each position; NaN where there is no target.
 
@@ -165,4 +169,5 @@ def log_probs_of_targets(
         log_p = log_softmax(logits[block].double())
         parts.append(log_p.gather(-1, class_indices)[:, 0])
     log_probs = torch.where(targets >= 0, torch.cat(parts), torch.nan)
+    # One row is enough to learn the dtype.
     return log_probs.to(at_least_float32(logits[:1]).dtype)

@@ -31,33 +31,38 @@ class ProgressLine:
     started: float = field(default_factory=time.monotonic)
 
     @property
-    def has_terminal(self) -> bool:
+    def shows_line(self) -> bool:
         """Whether the user asked for a line, and stderr is a terminal to print it on."""
         return self.progress is True and sys.stderr.isatty()
 
     def start(self) -> None:
         """Print a line before any input is scored, as the first ones may take long."""
-        if self.has_terminal:
+        if self.shows_line:
             self._print("scoring the first inputs …")
 
     def update(self, done: int) -> None:
         """Report that `done` inputs are scored so far."""
         if callable(self.progress):
             self.progress(done)
-        elif self.has_terminal:
+        elif self.shows_line:
             of_total = "" if self.total is None else f" of {self.total}"
             speed = pace(done, self.total, time.monotonic() - self.started)
             self._print(f"{done}{of_total} inputs scored{speed}")
 
     def end(self) -> None:
         """Leave the line on the terminal, and move the cursor to the next line."""
-        if self.has_terminal:
+        if self.shows_line:
             print(file=sys.stderr, flush=True)
 
     def _print(self, text: str) -> None:
         """Replace the current line on the terminal by `text`."""
         # \r moves the cursor to the start of the line, and \x1b[2K clears the line.
-        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
+        print(
+            f"\r\x1b[2K{text}",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def pace(done: int, total: int | None, seconds: float) -> str:

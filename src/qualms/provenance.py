@@ -15,8 +15,8 @@ from qualms.methods.gradient_score import GradientScore
 from qualms.methods.method import LOGITS, Method
 from qualms.models.fingerprint import fingerprint
 
-# The types that fields may have; those not listed are strings.
-_TYPES: dict[str, tuple[type, ...]] = {"tolerance": (int, float), "seed": (int,)}
+# The types of fields in a file; fields that are not listed are strings.
+_FIELD_TYPES: dict[str, tuple[type, ...]] = {"tolerance": (int, float), "seed": (int,)}
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,17 @@ class Provenance:
             if value is None and field.default is None:  # an optional field
                 continue
             # Not isinstance: True would count as an int.
-            if type(value) not in _TYPES.get(field.name, (str,)):
+            if type(value) not in _FIELD_TYPES.get(field.name, (str,)):
                 raise ValueError(f"{field.name} is a {type(value).__name__}")
         if provenance.tolerance is not None:
             finite_float(provenance.tolerance)
         return provenance
 
     def require_same(self, other: "Provenance") -> None:
-        """Raise an error unless a threshold with this provenance fits scores with another.
+        """Raise an error if a threshold with this provenance is used on other scores.
 
         Args:
-            other: the provenance of the scores that the threshold is to be compared with.
+            other: the provenance of the scores that the threshold is compared with.
 
         Raises:
             QualmsError: if any field differs; the error names all that do.
@@ -124,7 +124,8 @@ def describe_scores(
     if settings.sketch is not None:
         engine = repr(settings.sketch)
     if not isinstance(method, GradientScore) and engine in ("auto", "exact"):
-        # A method that is no gradient score uses no engine, or always the exact one.
+        # No engine has to be chosen for a method that is no gradient score: it uses none, or always
+        # the exact one.
         engine, tolerance = "exact", 0.0
     params = None
     if settings.params is not None:

@@ -105,7 +105,7 @@ class Scored:
             )
         scores = self._first_scores
         percentiles = self.threshold.percentile(scores).view(scores.shape)
-        # A masked position has no percentile.
+        # `Threshold.percentile` gives a masked position, whose score is NaN, 100.
         return percentiles.masked_fill(scores.isnan().to(percentiles.device), torch.nan)
 
     @property
@@ -206,11 +206,11 @@ class Scored:
         `row` and `column`; scores of spans have a `span`.
         """
         scores = self._first_scores
-        # For each row of the table the indices of its score, [rows, axes of the scores].
+        # For each row of the table, where its score stands in the tensor: [rows, axes].
         coordinates = torch.arange(len(self))[:, None]
         if scores.ndim > 1:
             coordinates = (~scores.isnan()).nonzero()
-        # In the form that indexes tensors like the scores: a tensor for each axis.
+        # One tensor of indices for each axis, to index tensors like the scores.
         at = tuple(coordinates.to(scores.device).unbind(1))
         # A prediction belongs to a position, not to a span or a whole text.
         has_predictions = scores.shape == self.prediction.shape and not self.of_spans

@@ -11,14 +11,16 @@ from qualms.result import Scored
 
 
 def score_samples(
-    context: BatchContext, methods: Mapping[str, Method], numbers: Sequence[int]
+    context: BatchContext,
+    methods: Mapping[str, Method],
+    numbers: Sequence[int],
 ) -> Scored:
     """Compute the scores of one batch by all methods.
 
     Args:
         context: the model with the batch; the methods share its passes.
         methods: the methods by name. Methods that are equal are computed once.
-        numbers: a number for each input, by which errors refer to it, and which becomes its id.
+        numbers: a number for each input, which becomes its id, and by which `NotFinite` names it.
     """
     estimates: dict[Method, Estimate] = {}
     for method in methods.values():

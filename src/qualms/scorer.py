@@ -197,7 +197,14 @@ class Scorer:
         Returns:
             The scores by method, with predictions; see `Scored`.
         """
-        parts = self.stream(x, first, numbers, mask=mask, targets=targets, spans=spans)
+        parts = self.stream(
+            x,
+            first,
+            numbers,
+            mask=mask,
+            targets=targets,
+            spans=spans,
+        )
         return Scored.concatenate(parts)
 
     def stream(
@@ -243,6 +250,7 @@ class Scorer:
             else:
                 batch_targets = position_targets.select_inputs(start, end)
                 yield self._score_positions(self._positions, batch, batch_numbers, batch_targets)
+        # Whether the user passed too many is known only after the last batch.
         position_targets.require_no_more_than(end)
         if numbers is not None and len(numbers) > end:
             raise QualmsError(
@@ -251,7 +259,7 @@ class Scorer:
 
     @property
     def provenance(self) -> Provenance:
-        """The method, network and settings behind the scores of the first method.
+        """How the first method's scores are computed: the method, the network and the settings.
 
         Pass it to `Threshold.from_scores` or `Threshold.from_labels`, so that the threshold is
         refused for other scores.
@@ -268,7 +276,7 @@ class Scorer:
     made_by = RenamedAttribute("provenance")
 
     def choose_engine(self, x: Any) -> Settings:
-        """Decide now what `engine="auto"` would decide on the first batch.
+        """Choose an engine now, if `engine="auto"` would choose it on the first batch.
 
         Args:
             x: inputs like those that will be scored; only the first batch is used.
@@ -371,7 +379,8 @@ class Scorer:
                 self._gradient_methods(),
                 self._cache,
                 self._method_cache,
-                compares_logits=self._positions is None and self._runs_exact_engine(),
+                # The exact engine checks its logits against those of the plain forward pass.
+                compares_logits=self._positions is None and self._may_run_exact_engine(),
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -391,11 +400,11 @@ class Scorer:
 
     @property
     def _is_engine_open(self) -> bool:
-        """Whether the first method is a gradient score and `engine="auto"` is not resolved yet."""
+        """Whether the first method is a gradient score whose engine `auto` has yet to choose."""
         return self.settings.engine == "auto" and isinstance(self._first_method(), GradientScore)
 
-    def _runs_exact_engine(self) -> bool:
-        """Whether a method needs gradients of the exact engine, or may need them under `auto`."""
+    def _may_run_exact_engine(self) -> bool:
+        """Whether a method uses the exact engine, or could use it, as `auto` may choose it."""
         may_be_exact = self.settings.engine_name in ("exact", "auto")
         if may_be_exact and self._gradient_methods():
             return True
@@ -425,9 +434,10 @@ class Scorer:
         self._require_own_threshold()
 
     def _describe_scores(self) -> Provenance:
-        """Return the method, network and settings behind the scores of the first method.
+        """Describe how the first method's scores are computed.
 
-        The other methods play no part, since a threshold applies to the first one's scores.
+        A threshold is saved with this description, so that a scorer can refuse it for scores that
+        are computed otherwise. It applies to the first method's scores alone.
         """
         return describe_scores(
             unwrap_compiled(validate_model(self.model)),

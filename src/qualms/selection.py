@@ -86,7 +86,7 @@ def select(
     if diversity is not None:
         _require_diversity(diversity, pool, parsed, options.get("norm", "l2"))
     if isinstance(pool, Tensor):
-        # Checked now, since scoring may take long. The size of other pools is known only then.
+        # Checked now, since scoring may take long. Other pools are counted while they are scored.
         _require_size(k, len(pool))
     # `score` converts noise by `pixel_std` itself, so it gets the method as the user passed it.
     scores = score(model, pool, method, progress=progress, **options)
@@ -94,7 +94,7 @@ def select(
     _require_size(k, len(order))
     if diversity is None or not isinstance(parsed, GradientScore):
         return order[:k]
-    # Without 1e-9, rounding would turn 1.1 * 10 into 12.
+    # 1.1 * 10 is slightly above 11 in floating point, and would be rounded up to 12.
     num_candidates = max(k, math.ceil(diversity * k - 1e-9))
     candidates = order[:num_candidates]
     settings = Settings(
@@ -172,7 +172,11 @@ def _require_size(k: int, num_inputs: int) -> None:
 
 
 def gradient_features(
-    model: nn.Module, pool: Any, chosen: Sequence[int], method: GradientScore, settings: Settings
+    model: nn.Module,
+    pool: Any,
+    chosen: Sequence[int],
+    method: GradientScore,
+    settings: Settings,
 ) -> Float[Tensor, "n f"]:
     """Compute a feature vector for each chosen input, such that distances between the vectors
     estimate distances between the inputs' gradients.
@@ -195,7 +199,7 @@ def gradient_features(
     # The indices in the pool whose features are computed, in the order of the computation.
     computed_indices: list[int] = []
     feature_blocks: list[Tensor] = []
-    cache = PlanCache()
+    cache = PlanCache()  # what the engine learns about the model on the first batch
     directions = Directions((method.direction,))
     with preserve_state(model) as inner:
         for indices, batch in _gather_by_shape(pool, inner, set(chosen)):
@@ -206,12 +210,15 @@ def gradient_features(
                 projections = weights * projected.values / math.sqrt(len(projected.values))
                 feature_blocks.append(projections.movedim(0, -1).flatten(1).float())
             computed_indices += indices
+    # From the order of the computation to the order of `chosen`.
     row_of_index = {index: row for row, index in enumerate(computed_indices)}
     return torch.cat(feature_blocks)[[row_of_index[index] for index in chosen]]
 
 
 def _gather_by_shape(
-    pool: Any, model: nn.Module, chosen: set[int]
+    pool: Any,
+    model: nn.Module,
+    chosen: set[int],
 ) -> Iterator[tuple[list[int], Batch]]:
     """Collect the chosen inputs of a pool, and join those of equal shapes to one batch.
 

@@ -82,9 +82,10 @@ class Threshold:
                 f"coverage={coverage} is invalid; pass a fraction of the inputs, above 0 and at "
                 "most 1."
             )
-        accepted = max(1, math.ceil(coverage * len(sorted_scores) - _ROUNDING))
+        # The least number of scores that are at least a share `coverage` of all.
+        num_accepted = max(1, math.ceil(coverage * len(sorted_scores) - _ROUNDING))
         return cls(
-            value=float(sorted_scores[accepted - 1]),
+            value=float(sorted_scores[num_accepted - 1]),
             samples=len(sorted_scores),
             rule=f"coverage {coverage:g}",
             provenance=provenance,
@@ -242,8 +243,10 @@ class Threshold:
         if values["value"] is not None:
             value = finite_float(values["value"])
         samples, rule = values["samples"], values["rule"]
+        # Not isinstance: True would count as an int. Counts fit into 64 bits.
         if type(samples) is not int or not 0 <= samples < 2**63:
             raise ValueError("samples is not a count")
+        # The rule is printed as a part of one line.
         if not isinstance(rule, str) or not rule.isprintable() or not rule.split():
             raise ValueError("rule is not a string")
         reference = tuple(finite_float(score) for score in values.get("reference", ()))
@@ -282,6 +285,7 @@ def _thin_out(sorted_scores: Float[Tensor, " n"]) -> tuple[float, ...]:
     """
     count = min(REFERENCE_SCORES, len(sorted_scores))
     last = len(sorted_scores) - 1
+    # In double precision, as float32 does not hold each rank above 2**24.
     ranks = torch.linspace(0, last, count, dtype=torch.double)
     return tuple(sorted_scores[ranks.round().long()].tolist())
 
@@ -302,7 +306,9 @@ def _next_below(limit: float, dtype: torch.dtype) -> float:
 
 
 def _find_highest_within_risk(
-    sorted_scores: Float[Tensor, " n"], mistakes: Float[Tensor, " n"], risk: float
+    sorted_scores: Float[Tensor, " n"],
+    mistakes: Float[Tensor, " n"],
+    risk: float,
 ) -> float:
     """Find the highest score such that at most a share `risk` of the inputs up to it is wrong.
 
@@ -415,13 +421,17 @@ def _choose_ranks(n: int, risk: float, confidence: float) -> list[int]:
     for count, rank in enumerate(ranks, 1):
         # If `count` ranks are tried, each may fail with this share of the probability.
         failure_probability = (1 - confidence) / count
+        # Not equal: the input at the rank is not accepted itself.
         if rank > least_inputs(risk, 1 - failure_probability):
             num_tried = count
     return ranks[:num_tried]
 
 
 def _explain_missing_labels(
-    candidates: list[_Candidate], n: int, risk: float, failure_probability: float
+    candidates: list[_Candidate],
+    n: int,
+    risk: float,
+    failure_probability: float,
 ) -> str:
     """Explain why no limit has the guarantee, and about how many labels it would take.
 

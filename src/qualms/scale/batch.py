@@ -86,11 +86,11 @@ class BatchScorer:
         Raises:
             QualmsError: If the images have another size than `size`.
         """
-        if self.size not in (None, images.size):
+        if self.size is not None and self.size != images.size:
             which = images.ids[0] if images.ids else f"number {first}"
             raise QualmsError(
-                f"the images of {self.name} differ in size: the first are {_format(self.size)} and "
-                f"{which} is {_format(images.size)}; pass size= to resize them while reading."
+                f"the images of {self.name} differ in size: the first are {_show(self.size)} and "
+                f"{which} is {_show(images.size)}; pass size= to resize them while reading."
             )
         named = replace(images, classes=self.classes)
         return ImageScorer(self.network, self.scorer).score(named, first)
@@ -116,11 +116,11 @@ class BatchScorer:
     def _make_empty_columns(self) -> Columns:
         """Return the columns of scores without any row, for a batch without readable images.
 
-        Their names and dtypes are those of the scores of a gray image.
+        A gray image is scored to learn the names and dtypes of the columns.
         """
         transform = self.network.transform
         size = transform.size if transform is not None else self.size
-        assert size is not None
+        assert size is not None  # it is known where there is no transform
         gray = torch.full((1, 3, *size), 128, dtype=torch.uint8)
         images = Images(self.name, gray, labels=None, ids=("gray",))
         columns = _to_columns(self.score(images))
@@ -182,7 +182,6 @@ def _require_content(name: str, content: bytes | None, reason: str) -> bytes:
     return content
 
 
-def _format(size: tuple[int, int] | None) -> str:
+def _show(size: tuple[int, int]) -> str:
     """Format a height and width as `WIDTH x HEIGHT`."""
-    assert size is not None
     return f"{size[1]} x {size[0]}"

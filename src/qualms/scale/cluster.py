@@ -69,8 +69,8 @@ def score_on_ray(
         about: The settings that decide the scores, besides the images. A folder whose files were
             written with other settings is refused.
         size: The least number of rows in a file, except for the last file.
-        workers: The number of processes that score; by default one for each core, three fewer on a
-            cluster.
+        workers: The number of processes that score; by default one for each core of this machine,
+            or of the cluster but for three, which Ray itself needs.
         address: The address of the cluster, as for `ray.init`; by default a cluster is started on
             this machine, and stopped at the end.
 
@@ -87,12 +87,13 @@ def score_on_ray(
         "shard_size": size,
         "runner": "ray",
     }
-    # Absolute, since workers run in a working directory of their own.
+    # Absolute, since each worker has a working directory of its own.
     folder = folder.absolute()
     with open_shard_folder(folder, about) as completed:
         done = completed
         if done is None:  # no earlier run was completed
-            # Ray records only images with scores, so those without are tried again.
+            # From a run that was stopped. Only images with scores are skipped by this run, so those
+            # that could not be read are tried, and listed, again.
             shutil.rmtree(folder / REJECTED, ignore_errors=True)
             with cluster(address, workers) as ray:
                 num_workers = _count_workers(ray, workers)
@@ -102,8 +103,9 @@ def score_on_ray(
             raise QualmsError(
                 f"{folder} is missing some of its {done.scored} rows; remove it, and score again."
             )
-        for temporary in (WRITING, CHECKPOINT, REJECTED):
-            shutil.rmtree(folder / temporary, ignore_errors=True)
+        # Needed only to resume a run.
+        for subfolder in (WRITING, CHECKPOINT, REJECTED):
+            shutil.rmtree(folder / subfolder, ignore_errors=True)
     return done
 
 
@@ -124,7 +126,7 @@ def _count_workers(ray: Any, wanted: int | None) -> int:
 
 
 def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
-    """Move the files that Ray has written out of their subfolder, and write the manifest.
+    """Move Ray's files to the folder, check that no image is missing, and write the manifest.
 
     Args:
         folder: The folder of the run.
@@ -144,7 +146,7 @@ def _collect(folder: Path, about: dict[str, Any], source: Source) -> Done:
 
 
 def filter_rejections(rejected: list[Rejected], folder: Path) -> list[Rejected]:
-    """Return the rejected images without those that have scores, as another attempt read them.
+    """Leave out rejected images that have scores, as another attempt could read them.
 
     Args:
         rejected: The images that some attempt could not read.
@@ -153,7 +155,7 @@ def filter_rejections(rejected: list[Rejected], folder: Path) -> list[Rejected]:
     rejected_by_id = {image.id: image for image in rejected}
     for shard in shards_in(folder):
         for image_id in column(shard, "id").to_pylist():
-            # None: most images with scores were never rejected.
+            # The default None, since most images were never rejected.
             rejected_by_id.pop(image_id, None)
     return list(rejected_by_id.values())
 
@@ -190,6 +192,7 @@ def require_once(folder: Path) -> None:
     for shard in shards_in(folder):
         id_tables.append(arrow().table({"id": column(shard, "id")}))
     with explain_parquet_errors(folder):
+        # Permissive, since files may hold ids as string or as large_string.
         table = arrow().concat_tables(id_tables, promote_options="permissive")
         ids = table.column(0)
         num_repeated = len(ids) - len(ids.unique())
@@ -260,6 +263,7 @@ class Worker:
 
     def __init__(self, references: list[Any]) -> None:
         ray = import_extra("ray", "ray", "a cluster", "ray")
+        # Once for each worker, not for each batch.
         self.scorer: BatchScorer = ray.get(references[0])
 
     def __call__(self, batch: Columns) -> Columns:
@@ -294,6 +298,7 @@ def _run(
     # Ray's settings are global, so those of the caller are restored at the end.
     callers_checkpoint = context.checkpoint_config
     callers_progress = context.enable_progress_bars
+    # A later run skips the images that are recorded there.
     context.checkpoint_config = CheckpointConfig(
         "id",  # the column that identifies images
         str(folder / CHECKPOINT),
@@ -304,7 +309,7 @@ def _run(
     on_gpu = weight.device.type == "cuda"
     try:
         with explain_failure(_explain_worker_error), _explain_worker_errors(ray):
-            # In the object store once, instead of in each task.
+            # Stored on the cluster once, instead of sent with each task.
             reference = ray.put(replace(scorer, rejected=folder / REJECTED))
             images = ray.data.read_datasource(
                 _datasource(splits),
@@ -314,6 +319,7 @@ def _run(
                 Worker,
                 batch_size=BATCH,
                 compute=ActorPoolStrategy(min_size=1, max_size=workers),
+                # In a list, since Ray replaces a bare reference by the scorer.
                 fn_constructor_args=([reference],),
                 num_cpus=1,
                 num_gpus=1 if on_gpu else 0,

@@ -113,7 +113,7 @@ class _ShardSink:
             while _shard_path(self.folder, number).exists():
                 number += 1
             self.expected = max(self.expected, number)
-            is_at_end = True
+            is_at_end = True  # unless the loop below comes to a shard that exists
             start = number * self.size
             with closing(source.batches(start, self.size)) as batches:
                 for batch in batches:
@@ -159,7 +159,7 @@ class _ShardSink:
 
 
 def _finish(folder: Path, about: dict[str, Any], expected: int) -> Done:
-    """Complete the folder: write the list of rejected images, and the manifest with all counts.
+    """Collect the rejected images of all shards, and complete the folder; see `finish`.
 
     Args:
         folder: The folder of the shards.

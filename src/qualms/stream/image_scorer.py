@@ -83,7 +83,7 @@ class ImageScorer:
 
 @contextmanager
 def _name_image(images: Images, numbers: Sequence[int], first: int) -> Iterator[None]:
-    """Name the image in errors of the scorer, which knows images only by number.
+    """Name the image if the scorer raises `NotFinite`, as the scorer knows images only by number.
 
     Args:
         images: the images of the batch that is scored inside the block.

@@ -81,7 +81,8 @@ class Network:
     def _transform(self, images: Images) -> Images:
         """Resize and crop images for the model, and convert them to gray or color as it needs."""
         transformed = images if self.transform is None else self.transform.apply(images)
-        # Files are read in color, so images for a model of gray ones have too many channels.
+        # The model has a mean for each of its channels. Files are read in color, even for a model
+        # of gray images.
         num_channels = len(self.normalization.mean)
         return transformed.convert(num_channels, transformed.size)
 
@@ -138,8 +139,8 @@ class Network:
             count: the number of the model's outputs.
 
         Returns:
-            The first of the network's and the images' class names that are `count` names; None if
-            neither are.
+            The network's class names if there are `count` of them; else the images' likewise; else
+            None.
         """
         for names in (self.class_names, images.classes):
             if len(names) == count:
@@ -240,12 +241,15 @@ class InputBatches:
 
     def __iter__(self) -> Iterator[Float[Tensor, "n c h w"]]:
         """Yield the inputs of `FORWARD_BATCH` images at a time; the last batch may be smaller."""
-        for index in torch.arange(len(self.images)).split(FORWARD_BATCH):
-            yield self.network.inputs(self.images.take(index))
+        for indices in torch.arange(len(self.images)).split(FORWARD_BATCH):
+            yield self.network.inputs(self.images.take(indices))
 
 
 def _match_classes(
-    image_classes: Sequence[str], names: Sequence[str], source: str, network: str
+    image_classes: Sequence[str],
+    names: Sequence[str],
+    source: str,
+    network: str,
 ) -> list[int]:
     """Find the network's class index for each class of some images, by name.
 

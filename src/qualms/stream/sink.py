@@ -79,7 +79,7 @@ def report_to(
 
     def report(done: int) -> None:
         """Report that `done` samples are scored so far."""
-        # If the total is unknown, as much as is done is reported as the total.
+        # Where the total is unknown, the callback gets the count so far as the total.
         if progress is not None:
             progress(f"{samples} of {name} scored", done, total or done)
 

@@ -143,20 +143,21 @@ def open_source(
     """
     files = _find_files(data, root)
     reader = _FileReader(data, transform, strict)
-    kinds = {file.suffix.lower() for file in files}
-    if kinds == {".parquet"}:
+    suffixes = {file.suffix.lower() for file in files}
+    if suffixes == {".parquet"}:
         return _parquet_source(files, reader)
-    if kinds == {".tar"}:
+    if suffixes == {".tar"}:
         return _tar_source(files, reader)
     if len(files) > 1:
         raise QualmsError(
             f"{data} matches {files[0].name} and {len(files) - 1} more; a pattern must match only "
             ".parquet or only .tar files."
         )
-    if kinds == {".npz"}:
+    if suffixes == {".npz"}:
         return _npz_source(data, files[0], transform)
     if files and files[0].is_dir():
         return _folder_source(list_folder(files[0], "test"), reader)
+    # A dataset, or a file that is loaded as a whole.
     return _memory_source(data, load(data, root, transform=transform, strict=strict))
 
 
@@ -177,9 +178,11 @@ def _find_files(data: str, root: Path | None) -> list[Path]:
     path = find_data_path(data, datasets_root(root))
     if path is not None:
         return [path]
+    if not glob.has_magic(data):  # no pattern
+        return []
     for pattern in (data, str(datasets_root(root) / data)):
         matches = sorted(map(Path, glob.glob(pattern)))
-        if matches and glob.has_magic(data):
+        if matches:
             return matches
     return []
 
@@ -240,7 +243,7 @@ def _parquet_source(files: list[Path], reader: _FileReader) -> Source:
 
     return Source(
         name=reader.name,
-        classes=classes[0],
+        classes=classes[0],  # the files are taken to be parts of one dataset
         fingerprint=_fingerprint(files),
         count=sum(rows_per_file),
         readers=readers,
@@ -249,7 +252,9 @@ def _parquet_source(files: list[Path], reader: _FileReader) -> Source:
 
 
 def _parquet_rows_from(
-    paths: list[Path], rows_per_file: Sequence[int], start: int
+    paths: list[Path],
+    rows_per_file: Sequence[int],
+    start: int,
 ) -> Iterator[File]:
     """Yield the images of .parquet files, file by file, from a position on.
 
@@ -293,12 +298,13 @@ def _parquet_rows(path: Path, prefix: str, start: int, end: int) -> Iterator[Fil
         end: the row after the last row.
     """
     # `iter_parquet_files` yields lists of `BATCH` rows up to the end of the file.
+    row = start
     for files in iter_parquet_files(path, start, BATCH, prefix):
         for file in files:
-            if start == end:
+            if row == end:
                 return
             yield file
-            start += 1
+            row += 1
 
 
 def _tar_source(files: list[Path], reader: _FileReader) -> Source:
@@ -357,7 +363,11 @@ def _folder_source(listing: Listing, reader: _FileReader) -> Source:
         for start in range(0, len(files), SPLIT_FILES):
             split_files = _absolute(files[start : start + SPLIT_FILES])
             listing_of_split = Listing(
-                path=folder.absolute(), files=split_files, labels=None, classes=(), other_files=[]
+                path=folder.absolute(),
+                files=split_files,
+                labels=None,
+                classes=(),
+                other_files=[],
             )
             file_listers.append(partial(_list_split, listing_of_split))
         return file_listers
@@ -373,7 +383,10 @@ def _folder_source(listing: Listing, reader: _FileReader) -> Source:
 
 
 def _list_split(listing: Listing) -> Iterator[File]:
-    """List some files of a folder; runs on any machine of a cluster.
+    """Return the images of one split of a folder; called on any machine of a cluster.
+
+    Args:
+        listing: the folder with the files of this split alone.
 
     Raises:
         QualmsError: if this machine does not have the folder.
@@ -414,7 +427,7 @@ def _npz_source(data: str, path: Path, transform: ImageTransform | None) -> Sour
 
 
 def _transform_batch(images: Images, transform: ImageTransform | None) -> ImageBatch:
-    """Apply a transform, or None for none, to images in memory, and return them as a batch."""
+    """Return images in memory as a batch, after the transform if there is one."""
     transformed = images if transform is None else transform.apply(images)
     return ImageBatch(len(images), transformed)
 
@@ -462,8 +475,8 @@ def _read_ahead(readers: Iterable[Reader]) -> Generator[ImageBatch]:
 def _id_prefixes(paths: list[Path]) -> dict[Path, str]:
     """Return what the ids of each file's images begin with, by the path of the file.
 
-    It is the file's relative name and a space, so that ids from different files differ; or nothing
-    if there is a single file.
+    It is the file's name below the folder of all files, and a space, so that ids from different
+    files differ. For a single file it is empty.
     """
     if len(paths) == 1:
         return {paths[0]: ""}
@@ -476,7 +489,10 @@ def _absolute(paths: list[Path]) -> list[Path]:
 
 
 def _relative_names(files: list[Path], folder: Path | None = None) -> dict[Path, str]:
-    """Return the path of each file relative to `folder`, or else to the closest common folder."""
+    """Name each file by its path below `folder`, or else below the closest folder of all files.
+
+    The names stay the same if all files are moved together.
+    """
     common = folder or os.path.commonpath([file.parent for file in files])
     return {file: file.relative_to(common).as_posix() for file in files}
 

@@ -36,5 +36,5 @@ class ScoredDocument:
 
     @property
     def tokens(self) -> list[str]:
-        """The text of each token; empty for a token that is not in the text."""
+        """The text of each token; empty for a token that the tokenizer added."""
         return [self.document.text[start:end] for start, end in self.offsets]

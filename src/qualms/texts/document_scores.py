@@ -41,8 +41,8 @@ def score_documents(
 
     A document that exceeds the context is read in overlapping windows. Each window begins half a
     window after the one before, so that a token is scored after reading at least half a window, and
-    each token is scored once. Such a document has no `sequence`, which takes all of its tokens at
-    once.
+    each token is scored once. Such a document has no `sequence`: this norm of the whole text's
+    gradient needs all tokens in one window.
 
     Args:
         language_model: the model and the tokenizer that read the documents.
@@ -57,7 +57,13 @@ def score_documents(
         progress: called with ("tokens scored", done, total) after each call of the scorer.
     """
     window_size = reading_width(language_model, context)
-    scorer = Scorer(language_model.model, methods, class_dim=-1, engine=engine, seed=seed)
+    scorer = Scorer(
+        language_model.model,
+        methods,
+        class_dim=-1,
+        engine=engine,
+        seed=seed,
+    )
     partials = [_PartialDocument(encode(language_model, document)) for document in documents]
     pending: list[tuple[_PartialDocument, Window]] = []
     for partial in partials:
@@ -159,6 +165,7 @@ class _PartialDocument:
     @property
     def is_complete(self) -> bool:
         """Whether all tokens have scores."""
+        # `add_window` extends all lists by the same tokens.
         return len(self.next_log_probs) == len(self.text.ids)
 
     def add_window(

@@ -57,9 +57,9 @@ class Window:
     @property
     def places(self) -> slice:
         """The positions of the scored tokens, which end the window, counted within the window."""
-        num_tokens = self.lead + self.end - self.start
+        length = self.lead + self.end - self.start
         num_scored = self.end - self.scored
-        return slice(num_tokens - num_scored, num_tokens)
+        return slice(length - num_scored, length)
 
 
 def encode(language_model: LanguageModel, document: Document) -> Encoded:
@@ -127,13 +127,23 @@ def windows(tokens: int, lead: int, context: int) -> Iterator[Window]:
         lead: how many of these tokens the tokenizer added in front.
         context: the most tokens in a window.
     """
-    yield Window(lead=0, start=0, scored=0, end=min(context, tokens))
+    yield Window(
+        lead=0,
+        start=0,
+        scored=0,
+        end=min(context, tokens),
+    )
     # The number of tokens in a further window, besides those that are repeated.
     room = context - lead
     step = max(room // 2, 1)
     for scored in range(context, tokens, step):
         end = min(scored + step, tokens)
-        yield Window(lead=lead, start=end - room, scored=scored, end=end)
+        yield Window(
+            lead=lead,
+            start=end - room,
+            scored=scored,
+            end=end,
+        )
 
 
 def decoder(tokenizer: Any) -> Callable[[int], str]:

@@ -62,7 +62,8 @@ def _continue(
     """
     tokenizer = language_model.tokenizer
     text = encode(language_model, document)
-    # How many tokens of the text fit into the context, with the others; at least one is read.
+    # How many tokens of the text fit into the context with the new ones, and with those that the
+    # tokenizer adds in front. At least one is read.
     room = reading_width(language_model) - new_tokens - text.lead
     last_tokens = _tokens_of_text(text)[-max(room, 1) :]
     prompt = [*text.ids[: text.lead], *last_tokens]
@@ -75,7 +76,8 @@ def _continue(
         )
         return decoded
 
-    # The new tokens are decoded with the prompt, since a token's text can depend on those before.
+    # Decoded with the prompt, which is then cut off, since a token's text can depend on those
+    # before it.
     continuation = decode(all_tokens)[len(decode(prompt)) :]
     # The last token may end within the bytes of a character, which is then decoded as U+FFFD.
     return continuation.rstrip("\ufffd")

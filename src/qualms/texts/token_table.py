@@ -7,7 +7,7 @@ from typing import Any
 
 from qualms.texts.document import ScoredDocument
 
-KINDS = {  # the types of columns; all others are float64
+COLUMN_TYPES = {  # all other columns are float64
     "position": "int64",
     "start": "int64",
     "end": "int64",
@@ -50,12 +50,12 @@ class TokenTable:
 
         arrays = {}
         for name, values in self.columns().items():
-            column_type = pyarrow.type_for_alias(KINDS.get(name, "float64"))
+            column_type = pyarrow.type_for_alias(COLUMN_TYPES.get(name, "float64"))
             arrays[name] = pyarrow.array(values, column_type)
         return pyarrow.table(arrays)
 
     def _document_columns(self, document: ScoredDocument) -> dict[str, list[Any]]:
-        """Return the columns of `columns` for the tokens of one document; NaN becomes None."""
+        """Return the part of the table of `columns` for one document; None in place of NaN."""
         name = document.document.name
         starts = [start for start, _ in document.offsets]
         # For each token the likeliest next token, with its probability.
@@ -68,6 +68,7 @@ class TokenTable:
             "end": [end for _, end in document.offsets],
         }
         if self.written_from is not None:
+            # All tokens from the first generated character on.
             table["generated"] = [start >= self.written_from[name] for start in starts]
         for method, values in document.scores.items():
             table[f"score_{method}"] = list(map(_without_nan, values))
