@@ -233,7 +233,7 @@ def _get_name_and_text(values: Mapping[str, Any], where: str) -> tuple[str | Non
 
 
 def _require_text(text: str, where: str) -> None:
-    """Raise `Unreadable`, which calls the text `where`, if a text is empty or invalid Unicode."""
+    """Raise `Unreadable` if a text is empty or invalid Unicode; `where` names it in the message."""
     if not text.strip():
         raise Unreadable(where, "empty")
     _require_no_surrogates(text, where, how="written in")

@@ -269,15 +269,18 @@ class PassMemory:
         Raises:
             QualmsError: if a single row does not fit.
         """
-        max_rows = min(rows, settings.batch_size or self.max_rows)
+        limit = min(rows, settings.batch_size or self.max_rows)
         main_input = batch_tensors(batch)[0]
-        input_bytes = main_input[:1].nbytes * max_rows
+        input_bytes = main_input[:1].nbytes * limit
+        # Integers are token ids, which are small whatever a model computes from them.
         is_small = main_input.is_floating_point() and input_bytes < SMALL_INPUT_BYTES
-        if settings.budget is None and (max_rows == 1 or is_small):
-            return max_rows
+        if settings.budget is None and (limit == 1 or is_small):
+            return limit
         row_bytes = self.bytes_of_row(batch, cache)
+        # None if the model fails on a single row, so that nothing is known of its memory.
         if row_bytes is None:
-            return max_rows
+            return limit
+        # A single row may take all memory that is free, several only the default budget.
         require_room(
             row_bytes + self.extra_bytes,
             settings.budget or free_bytes(main_input.device),
@@ -285,7 +288,7 @@ class PassMemory:
             "or use smaller inputs",
         )
         available = budget_of_rows(settings.budget, main_input.device) - self.extra_bytes
-        rows_at_once = max(1, min(max_rows, available // row_bytes))
+        rows_at_once = max(1, min(limit, available // row_bytes))
         if main_input.device.type == "cpu" and rows_at_once * row_bytes > LARGE_PASS_BYTES:
             # The measurement and other kinds of work have left freed memory behind.
             release_free_memory()

@@ -153,8 +153,8 @@ class MCDropout(MonteCarlo):
                 yield log_softmax(logits.double())[:, None]  # [b, 1, c]: one draw
 
         def run_first_draw(rows: Batch) -> Tensor:
-            """Run the first draw, whose memory is measured: it keeps results for later draws."""
-            return _forward_with_dropout(context, layers, rows, 0, _Replay())
+            """Run the draw that takes the most memory: the first also keeps results for the others."""
+            return _forward_with_dropout(context, layers, rows, draw=0, replay=_Replay())
 
         model_context, batch = context.model_context, context.batch
         work = PassMemory("a pass that is replayed", run_first_draw, ROWS_AT_ONCE)

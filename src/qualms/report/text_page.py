@@ -137,15 +137,18 @@ class _ShownDocument:
         the highest score of the tokens that it joins; NaN is ignored, unless all are NaN.
         """
         tokens = shown_tokens(document.offsets)
+        # The indices of the tokens that each shown token joins, one group after the other, and
+        # where each group starts.
         token_indices: list[int] = []
         group_starts = []
-        for token in tokens:
+        for shown in tokens:
             group_starts.append(len(token_indices))
-            token_indices += token.indices
+            token_indices += shown.indices
         scores = {}
         worst = {}
         for method, values in document.scores.items():
             scores[method] = np.zeros(0)
+            # `reduceat` needs a group.
             if tokens:
                 # The maximum over the tokens from each group's start to the next one's.
                 scores[method] = np.fmax.reduceat(np.array(values)[token_indices], group_starts)

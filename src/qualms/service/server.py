@@ -246,6 +246,7 @@ def serve(
     add_service(server.app, startup, config, client.score, lambda: client.is_hung)
     server.url = _service_url(config)
     server.on_ready = lambda: _report_ready(server)
+    # The process that answers HTTP is stopped by SIGTERM alone.
     server.app.router.lifespan_context = _lifespan_without_ctrl_c(server)
     # Hide all objects so far, such as modules, from the garbage collector: forks then share their
     # memory, and do not search them for garbage as they exit.

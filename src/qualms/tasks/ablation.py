@@ -44,13 +44,14 @@ def components(dataset: str, smooth: Smoothing | None = None) -> dict[str, Metho
 def lambda_sweep(lambdas: tuple[float, ...] = LAMBDAS) -> dict[str, Method]:
     """Return REGrad+layers(λ) for several λ, by names such as `λ = 0.3`.
 
-    λ is how fast the weight of a layer's norm falls with its distance from the output. The method
-    `λ → 0` is REGrad without `layers`, as in the paper: one norm of all layers together. `λ = 0` is
-    the sum of the layers' norms instead.
+    λ is how fast the weight of a layer's norm falls with its distance from the output. REGrad
+    without `layers`, one norm of all layers together, has the paper's name `λ → 0`, although it is
+    not the limit of the others: at λ = 0 the norms of the layers are added up.
     """
     methods: dict[str, Method] = {"λ → 0": REGrad()}
     for lam in lambdas:
         name = "λ → ∞" if lam == math.inf else f"λ = {lam:g}"
+        # At MAX_LAMBDA only the last layer counts, as for infinity, which REGrad does not take.
         methods[name] = REGrad(layers=min(lam, MAX_LAMBDA))
     return methods
 

@@ -185,7 +185,9 @@ class Journal(AbstractContextManager["Journal"]):
 
 
 def read(path: str | Path) -> list[Any]:
-    """Read the file of a journal, of any run.
+    """Read the file of a journal, whichever run wrote it.
+
+    Unlike for a run that resumes, the keys of all rows are checked.
 
     Returns:
         The header, then the rows; each is a dict.

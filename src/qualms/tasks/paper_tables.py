@@ -238,7 +238,10 @@ class _Evaluation:
 
 
 def _measure_calibration(evaluation: _Evaluation) -> Iterator[Row]:
-    """Measure how well scores rank one network's predictions: yield a row for each method."""
+    """Measure rAULC, the paper's calibration: how well scores rank one network's predictions.
+
+    Yields a row for each method.
+    """
     yield from calibration(
         evaluation.network,
         evaluation.images,

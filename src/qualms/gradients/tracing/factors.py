@@ -78,6 +78,7 @@ class Summed:
         def compute_from_list(cotangents: list[Tensor | None]) -> Tensor:
             """Call `compute` with the single entry of a list of cotangents."""
             (cotangent,) = cotangents
+            # The caller leaves out factors of which every cotangent is None.
             assert cotangent is not None
             return compute(cotangent)
 
@@ -187,8 +188,9 @@ class Summed:
         def sum_rows(cotangent: Tensor) -> Tensor:
             """Sum the copy's cotangent over each sample's rows, which are adjacent: [b, *shape]."""
             rows_first = at_least_float32(layout.rows_first(cotangent))
-            by_sample = rows_first.unflatten(0, (num_samples, -1))
-            return by_sample.sum(1).reshape(num_samples, *shape)
+            by_sample = rows_first.unflatten(0, (num_samples, -1)).sum(1)
+            # Where the copy has the batch axis, the parameter may have an axis of size 1.
+            return by_sample.reshape(num_samples, *shape)
 
         return cls.from_cotangent(sum_rows, shape.numel())
 

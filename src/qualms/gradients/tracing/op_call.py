@@ -283,11 +283,11 @@ class OpCall:
         return run_function(self.func, args, kwargs)
 
     def _copy_params(self) -> tuple[dict[int, Tensor], list[Any]]:
-        """Make a leaf in place of each parameter among the arguments.
+        """Copy each parameter among the arguments to a leaf of its own.
 
         Returns:
-            A dict from the id of a parameter to its leaf, and a list of the autograd nodes of the
-            other arguments that require gradients.
+            A dict from the id of a parameter to its copy, and a list of the autograd nodes of the
+            other arguments that require gradients, where the graph of this operation begins.
         """
         copies: dict[int, Tensor] = {}
         argument_nodes: list[Any] = []
