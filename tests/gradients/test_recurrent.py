@@ -78,3 +78,22 @@ def test_dropout_between_layers_that_is_not_switched_off_is_left_to_torch() -> N
     with Unrolled():
         have, _ = layer(x)
     torch.testing.assert_close(have, want)
+
+
+class LastStep(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.head = LAYERS[kind](3, 4, batch_first=True), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_single_sequence_is_sketched_as_in_a_batch(kind: str) -> None:
+    """Alone, its tangents would share a pass, which recurrent layers do not support."""
+    torch.manual_seed(0)
+    model, x = LastStep(kind).double(), torch.randn(3, 6, 3).double()
+    alone = qualms.score(model, x[:1], "regrad+layers", engine="sketch")
+    together = qualms.score(model, x, "regrad+layers", engine="sketch")
+    torch.testing.assert_close(alone, together[:1], rtol=1e-9, atol=0)

@@ -209,3 +209,15 @@ def test_a_defect_in_a_forward_rule_is_an_error_that_names_it(
     monkeypatch.setattr(TRACING + "rules.recurrent_layers.shift_steps", fails)
     with pytest.raises(InternalError, match=r"recurrent_layers\.jvp failed"):
         score_by_sketch(Steps(), X)
+
+
+def lacks(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("not implemented for 'Half'")
+
+
+def test_what_torch_lacks_for_a_dtype_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = norms(model())
+    monkeypatch.setattr(f"{TRACING}rules.{RULES_WITH_DEFECTS['linear'][1]}", lacks)
+    with pytest.warns(qualms.SlowWarning, match="not implemented for 'Half'"):
+        have = norms(model())
+    torch.testing.assert_close(have, want)

@@ -15,8 +15,8 @@ from qualms.methods.features import activation_spread, ash_s, clafr, gradnorm_hu
 from qualms.methods.heat import log_heat
 from qualms.methods.perturb_inputs import odin
 from qualms.methods.training_distances import fdbd, knn, vector_lengths
-from qualms.methods.training_features import react
-from qualms.methods.training_heads import quam
+from qualms.methods.training_laplace_quam import quam
+from qualms.methods.training_react_vim import react
 from qualms.models.cnn import paper_cnn
 from qualms.random import generator
 from tests.helpers.settings import Setting, layer_gradients, smoothed_gradients

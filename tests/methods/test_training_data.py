@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import qualms
 from qualms.data import load
 from qualms.methods import FDBD, KNN, QUAM, Mahalanobis, ReAct, ViM
-from qualms.methods.training_features import default_dimensions
+from qualms.methods.training_react_vim import default_dimensions
 from qualms.metrics import auroc
 from qualms.models import load_model
 from qualms.models.zoo import ZOO
@@ -224,7 +224,7 @@ def test_quam_takes_each_step_on_other_training_inputs_and_the_seed_says_which()
 def test_quam_takes_whole_batches_and_no_more_than_it_has_steps(
     inputs: int, steps: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qualms.methods.training_heads.BATCH", 4)
+    monkeypatch.setattr("qualms.methods.training_laplace_quam.BATCH", 4)
     taken, plain = list[list[int]](), QUAM._search
 
     def searched(
@@ -267,7 +267,7 @@ def test_quam_keeps_to_the_budget(setting: Setting, monkeypatch: pytest.MonkeyPa
 
 def test_quam_in_parts_is_quam(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = score(setting, "quam")
-    monkeypatch.setattr("qualms.methods.training_heads.LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr("qualms.methods.training_laplace_quam.LOGITS_AT_ONCE", 1)
     np.testing.assert_allclose(score(setting, "quam"), whole, rtol=1e-8)
 
 

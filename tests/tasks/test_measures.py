@@ -8,7 +8,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 
 from qualms.data import Images, load
 from qualms.errors import QualmsError
-from qualms.methods import training_heads
+from qualms.methods import training_laplace_quam
 from qualms.methods.head_posterior import fit_head
 from qualms.methods.registry import parse
 from qualms.report.tables import calibration_table, list_left_out, ood_table, runtime_table
@@ -118,7 +118,7 @@ def test_what_is_done_once_for_many_batches_is_not_timed(
         time.sleep(1)
         return fit_head(*given)
 
-    monkeypatch.setattr(training_heads, "fit_head", slow)
+    monkeypatch.setattr(training_laplace_quam, "fit_head", slow)
     (row,) = runtime(
         network, known, {"LA": parse("laplace")}, Journal(None, {}), train=known, rounds=1
     )

@@ -135,8 +135,10 @@ def _find_defect(error: Exception) -> str | None:
     The innermost frame outside of torch shows whose code failed. In a gradient rule any error is a
     defect, elsewhere only an error that correct code never raises.
     """
-    # These are raised on purpose, or by any code that needs memory.
-    if isinstance(error, (QualmsError, NotBatchable, torch.OutOfMemoryError)):
+    # These are raised on purpose, by any code that needs memory, and by torch for an operation that
+    # it lacks for a dtype or a device.
+    not_defects = (QualmsError, NotBatchable, torch.OutOfMemoryError, NotImplementedError)
+    if isinstance(error, not_defects):
         return None
     frame = _frame_at_fault(error)
     if frame is None or frame.f_code in _user_code:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from qualms.methods.perturb_inputs import *
     from qualms.methods.perturb_model import *
     from qualms.methods.training_distances import *
-    from qualms.methods.training_features import *
-    from qualms.methods.training_heads import *
+    from qualms.methods.training_laplace_quam import *
+    from qualms.methods.training_react_vim import *
 
 __all__ = [
     "METHODS",

@@ -22,8 +22,8 @@ from qualms.methods import (
     perturb_inputs,
     perturb_model,
     training_distances,
-    training_features,
-    training_heads,
+    training_laplace_quam,
+    training_react_vim,
 )
 from qualms.methods.gradient_score import LAMBDA, GradientScore
 from qualms.methods.method import Method, Noise
@@ -44,7 +44,7 @@ METHODS: tuple[type[Method], ...] = (
     dropout.InsertedDropout,
     logits.Entropy,
     logits.ExGradV,
-    training_heads.Laplace,
+    training_laplace_quam.Laplace,
     # What is usually compared with.
     logits.MSP,
     logits.MaxLogit,
@@ -70,11 +70,11 @@ METHODS: tuple[type[Method], ...] = (
     features.ClaFR,
     # Rivals that need training data.
     training_distances.KNN,
-    training_features.ViM,
+    training_react_vim.ViM,
     training_distances.Mahalanobis,
-    training_features.ReAct,
+    training_react_vim.ReAct,
     training_distances.FDBD,
-    training_heads.QUAM,
+    training_laplace_quam.QUAM,
 )
 RENAMED = {"auto": "recommended"}  # old names of methods; `auto` is an engine
 BY_NAME = {kind.name: kind for kind in METHODS}

@@ -13,7 +13,7 @@ from torch import Tensor
 from qualms.errors import QualmsError
 from qualms.methods.context import BatchContext
 from qualms.methods.method import TRAINING_DATA, Method
-from qualms.methods.training_features import (
+from qualms.methods.training_react_vim import (
     ROWS,
     TrainingFeatures,
     training_features,

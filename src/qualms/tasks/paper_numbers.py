@@ -10,7 +10,7 @@ from qualms.methods.method import Method
 from qualms.methods.perturb_inputs import MCAA, PerturbX
 from qualms.methods.perturb_model import PerturbTheta
 from qualms.methods.registry import parse
-from qualms.methods.training_heads import Laplace
+from qualms.methods.training_laplace_quam import Laplace
 
 # λ, which decides how much more later layers count than earlier ones, by dataset.
 LAMBDA = {"mnist": 0.3, "cifar10": 0.2, "svhn": 0.2, "cifar100": 0.4}

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qualms.gradients.batch import NotBatchable
 from qualms.gradients.function_modes import CallMode, name_of, run_function
 from qualms.gradients.tracing.rules.recurrent_steps import (
     RECURSIONS,
@@ -87,6 +88,17 @@ class _Layer(torch.autograd.Function):
         # x is not read, but torch then raises if it was changed in place.
         ctx.save_for_backward(x, w, u, *coefficients)
         ctx.save_for_forward(x, w, u, state[0], h, *coefficients)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        """Raise `NotBatchable`: several tangents cannot share a pass, but can run one by one.
+
+        Args:
+            info: torch's description of the mapped axis; not used.
+            in_dims: the mapped axis of each argument; not used.
+            args: the arguments of `forward`; not used.
+        """
+        raise NotBatchable("a recurrent layer takes one tangent at a time")
 
     @staticmethod
     @once_differentiable

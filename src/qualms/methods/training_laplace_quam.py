@@ -36,7 +36,7 @@ from qualms.methods.monte_carlo import (
     MonteCarlo,
     information_over_draws,
 )
-from qualms.methods.training_features import training_features
+from qualms.methods.training_react_vim import training_features
 from qualms.parameters import NOT_NEGATIVE, POSITIVE, whole
 from qualms.random import generator
 
