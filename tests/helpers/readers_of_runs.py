@@ -164,7 +164,9 @@ def _fits(said: Any) -> None:
     pixels = torch.zeros(1, 3, 5, 4, dtype=torch.uint8)
     if said.transform is not None:
         assert all(isinstance(side, int) for side in said.transform.size)
-        if max(said.transform.size) <= 64 and max(said.transform._before or (0,)) <= 64:
+        resize = said.transform.resize or 0
+        sides = (*said.transform.size, *((resize,) if isinstance(resize, int) else resize))
+        if max(sides) <= 64:
             pixels = said.transform.apply(Images("one", pixels, None)).pixels
     if said.normalization is not None and pixels.shape[1] == len(said.normalization.mean):
         assert said.normalization.apply(pixels).isfinite().all()

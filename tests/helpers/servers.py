@@ -69,7 +69,8 @@ class Running:
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until and self.process.poll() is None:
             try:
-                if self.ask("/readyz")[0] == 200:
+                # The process that answers HTTP knows it before the one that signals reach.
+                if self.ask("/readyz")[0] == 200 and "is served at" in self.log.read_text():
                     return
             except OSError:
                 pass
