@@ -86,6 +86,14 @@ def _fail(*args: Any, **kwargs: Any) -> None:
 fails = FunctionType(_fail.__code__, {"__name__": "torch", "__builtins__": __builtins__})
 
 
+def _lack(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("not implemented for 'Half'")
+
+
+# As torch raises it: the innermost frame of qualms is the rule's.
+lacks = FunctionType(_lack.__code__, {"__name__": "torch", "__builtins__": __builtins__})
+
+
 class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -209,10 +217,6 @@ def test_a_defect_in_a_forward_rule_is_an_error_that_names_it(
     monkeypatch.setattr(TRACING + "rules.recurrent_layers.shift_steps", fails)
     with pytest.raises(InternalError, match=r"recurrent_layers\.jvp failed"):
         score_by_sketch(Steps(), X)
-
-
-def lacks(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError("not implemented for 'Half'")
 
 
 def test_what_torch_lacks_for_a_dtype_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
